@@ -10,7 +10,7 @@ from rollyard.pipeline.pipeline import Pipeline
 from rollyard.service.routes import runs
 from rollyard.store import SqliteStore
 from rollyard.store.base import Stale
-from tests.service.site import TRAINER, Site, engine_table, open_site, scripted, task
+from tests.service.site import OTHER, TRAINER, Site, engine_table, open_site, scripted, task
 
 pytestmark = pytest.mark.slow
 
