@@ -75,7 +75,7 @@ class LaunchedRuntime(ABC):
         self.waiting = 0  # callers of `room`
         self._fork_server = ForkServerClient(self.name)
         self._live: dict[str, LaunchedSandbox] = {}
-        self._keepers: dict[str, InitClient] = {}
+        self._init_clients: dict[str, InitClient] = {}
         self._places: dict[str, SandboxPaths] = {}
         self._endings: dict[str, asyncio.Task[None]] = {}
         self._stuck: set[InitClient] = set()  # of sandboxes whose end was not proven
@@ -222,7 +222,7 @@ class LaunchedRuntime(ABC):
             on_kill=self._kill,
             on_renew=lambda sandbox: self._arm(sandbox.expires_at),
         )
-        self._live[sandbox_id], self._keepers[sandbox_id], self._places[sandbox_id] = sandbox, init_client, place
+        self._live[sandbox_id], self._init_clients[sandbox_id], self._places[sandbox_id] = sandbox, init_client, place
         init_client.ended.add_done_callback(lambda _: sandbox.close_doorway())
         try:
             try:
@@ -277,7 +277,7 @@ class LaunchedRuntime(ABC):
         return task
 
     async def _finish(self, sandbox: LaunchedSandbox, end: SandboxEnd, frozen: FreezeRequest | None) -> None:
-        init_client, place = self._keepers[sandbox.id], self._places[sandbox.id]
+        init_client, place = self._init_clients[sandbox.id], self._places[sandbox.id]
         sandbox.close_doorway()
         init_client.finish(end, by_signal=self.is_killed_by_signal)
         try:
@@ -290,7 +290,7 @@ class LaunchedRuntime(ABC):
                 f"sandbox {sandbox.id} had not ended {self._kill_s} s after its kill", pid=init_client.pid
             ) from None
         finally:
-            for table in (self._live, self._keepers, self._places):
+            for table in (self._live, self._init_clients, self._places):
                 table.pop(sandbox.id, None)
         try:
             if frozen is not None:
