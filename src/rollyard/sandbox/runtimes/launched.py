@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import signal
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any, ClassVar, Self
 
 from rollyard.core.failure import RollyardError, SandboxLost, SandboxStartFailed, SandboxStuck
 from rollyard.core.ids import new_id
-from rollyard.core.locks import FileLock
+from rollyard.core.locks import FileLock, is_abandoned
 from rollyard.core.workclock import MOST_LATE_S
 from rollyard.sandbox.base import ImageKind, SandboxEnd, SandboxSpec
 from rollyard.sandbox.launched_sandbox import FreezeRequest, LaunchedSandbox, SandboxPaths
@@ -362,7 +361,7 @@ class LaunchedRuntime(ABC):
             else:
                 log.error("a sandbox of an earlier process cannot be ended", extra={"folder": str(folder)})
         paths += [str(path) for path in self._control.iterdir() if str(path) not in paths]
-        paths += [str(path) for path in self._control.parent.iterdir() if _is_abandoned(path)]
+        paths += [str(path) for path in self._control.parent.iterdir() if is_abandoned(path, older_than_s=ABANDONED_S)]
         if paths:
             log.info("removing leftovers of an earlier process", extra={"paths": len(paths)})
             await self._remove(paths)
@@ -416,13 +415,3 @@ def _is_recorded(entry: Mapping[str, Any]) -> bool:
         return True
     except OSError:
         return False
-
-
-def _is_abandoned(control: Path) -> bool:
-    """Whether this control folder is not locked: its process ended, and its root was never opened again."""
-    with contextlib.suppress(OSError):
-        if time.time() - control.stat().st_mtime < ABANDONED_S:
-            return False
-        with FileLock(control, is_folder=True) as lock:
-            return lock.try_acquire()
-    return False
