@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.core.locks import FileLock, locked
+from rollyard.core.locks import FileLock, is_abandoned, locked
 
 HOLD = """
 import sys
@@ -72,3 +72,13 @@ def test_a_folder_that_is_gone_is_not_created_and_a_closed_lock_closes_nothing_e
     assert other == fd
     lock.close()
     os.close(other)  # still open
+
+
+def test_a_folder_is_abandoned_when_it_is_old_and_no_process_holds_its_lock(tmp_path: Path) -> None:
+    assert not is_abandoned(tmp_path, older_than_s=3600.0)
+    os.utime(tmp_path, (0, 0))
+    assert is_abandoned(tmp_path, older_than_s=3600.0)
+    with FileLock(tmp_path, is_folder=True) as lock:
+        lock.acquire()
+        assert not is_abandoned(tmp_path, older_than_s=3600.0)
+    assert not is_abandoned(tmp_path / "gone", older_than_s=0.0)

@@ -220,7 +220,7 @@ async def test_a_sandbox_that_is_killed_from_outside_costs_an_attempt_not_a_rewa
     async with open_site(tmp_path, script) as site:
         rollout_id = await site.submit(shell_task(setup=["true"]))
         await site.until(rollout_id, State.RUN)
-        (init_client,) = site.runtime._keepers.values()
+        (init_client,) = site.runtime._init_clients.values()
         os.kill(init_client.pid, signal.SIGKILL)
         await site.until(rollout_id, State.QUEUED, attempt=2)
         lost = (await site.store.get(rollout_id)).lost

@@ -554,7 +554,7 @@ async def test_an_idle_process_killed_inside_is_not_a_loss(bubblewrap: Bubblewra
 
 async def test_a_status_after_a_failed_request_is_ignored(bubblewrap: BubblewrapRuntime) -> None:
     async with started(bubblewrap) as sandbox:
-        init_client = bubblewrap._keepers[sandbox.id]
+        init_client = bubblewrap._init_clients[sandbox.id]
         job = init_client.request({"op": "stat"})  # an unknown request, which is never answered
         init_client._on_message(
             {"n": job.number, "broken": "entering the sandbox: no memory", "errno": errno.ENOMEM}, []
@@ -622,7 +622,7 @@ async def test_a_sandbox_whose_end_is_not_proven_is_stuck_and_its_folder_kept(tm
 async def test_close_closes_the_descriptors_of_stuck_sandboxes(tmp_path: Path) -> None:
     async with LocalRuntime(root=tmp_path, kill_s=0.2) as runtime:
         sandbox = await runtime.start(SPEC, lease_s=60.0)
-        (init_client,) = runtime._keepers.values()
+        (init_client,) = runtime._init_clients.values()
         os.kill(sandbox.pid, signal.SIGSTOP)
         with pytest.raises(SandboxStuck):
             await sandbox.kill()

@@ -135,8 +135,8 @@ async def test_changes_of_versions(tmp_path: Path):
         for version in (3, 4):
             assert (await opened.post("/v1/policies/default/pause", {})).status == 200
             assert (await opened.post("/v1/policies/default/resume", {"version": version})).status == 200
-            history.look()
-            history.look()
+            history.sample_versions()
+            history.sample_versions()
         changes = (await opened.get("/v1/policies/default/versions?hours=1")).body["engines"]["e1"]
         assert [version for _, version in changes] == [0, 3, 4]
         assert [at for at, _ in changes] == sorted(at for at, _ in changes)

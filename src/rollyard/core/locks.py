@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,18 @@ class FileLock:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def is_abandoned(folder: Path, *, older_than_s: float) -> bool:
+    """Whether no process holds the folder's lock. A folder that changed since `older_than_s` ago does not count: a new
+    one is not locked at once."""
+    try:
+        if time.time() - folder.stat().st_mtime < older_than_s:
+            return False
+        with FileLock(folder, is_folder=True) as lock:
+            return lock.try_acquire()
+    except OSError:
+        return False
 
 
 @contextmanager

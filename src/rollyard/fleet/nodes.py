@@ -269,8 +269,8 @@ class Nodes:
         decrements `promised`."""
         needs = PlacementKeys.of(rollout)
         lost_at = {lost.node for lost in rollout.lost}
-        shunned = [node.room for node in self._wanting.values() if node.name in lost_at] if lost_at else []
-        room = place(needs, (node.room for node in self._wanting.values()), engines, shunned)
+        avoided = [node.room for node in self._wanting.values() if node.name in lost_at] if lost_at else []
+        room = place(needs, (node.room for node in self._wanting.values()), engines, avoided)
         if room is None:
             return None
         room.want -= 1

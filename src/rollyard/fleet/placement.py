@@ -74,14 +74,14 @@ def _remember(recent: dict[str, None], name: str) -> None:
 
 
 def place(
-    needs: PlacementKeys, rooms: Iterable[NodeRoom], engines: Collection[str] = (), shunned: Collection[NodeRoom] = ()
+    needs: PlacementKeys, rooms: Iterable[NodeRoom], engines: Collection[str] = (), avoided: Collection[NodeRoom] = ()
 ) -> NodeRoom | None:
     """Returns the best room that wants a rollout and can serve it, or None. The caller decrements its `want`."""
     best, most = None, (False, -1.0)
     for room in rooms:
         if room.want <= 0 or not room.serves(engines):
             continue
-        worth = (all(room is not one for one in shunned), room.preference(needs))
-        if best is None or worth > most:
-            best, most = room, worth
+        preference = (all(room is not one for one in avoided), room.preference(needs))
+        if best is None or preference > most:
+            best, most = room, preference
     return best

@@ -74,13 +74,13 @@ class ActiveGroups:
             del self._over[group_id]
         return True
 
-    def look(self, changes: GroupChanges, *, may_begin: bool) -> list[bool]:
+    def apply_ends(self, changes: GroupChanges, *, may_begin: bool) -> list[bool]:
         """Applies the ends since the last call. Returns for each group that is over whether infra caused it."""
         touched, self._touched = self._touched, {}
-        verdicts = [self._look(self.open[name], changes, may_begin) for name in touched if name in self.open]
+        verdicts = [self._apply_ends(self.open[name], changes, may_begin) for name in touched if name in self.open]
         return [is_infra for is_infra in verdicts if is_infra is not None]
 
-    def _look(self, opened: OpenGroup, changes: GroupChanges, may_begin: bool) -> bool | None:
+    def _apply_ends(self, opened: OpenGroup, changes: GroupChanges, may_begin: bool) -> bool | None:
         now = opened.standing()
         if now.start:
             if may_begin:

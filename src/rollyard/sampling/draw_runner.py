@@ -322,7 +322,7 @@ class DrawRunner:
         try:
             while is_again:
                 changes = GroupChanges()
-                for is_infra in self._active_groups.look(changes, may_begin=not self._pipeline.is_draining):
+                for is_infra in self._active_groups.apply_ends(changes, may_begin=not self._pipeline.is_draining):
                     self._hold_off(is_infra)
                 with ExitStack() as places:
                     is_again = await self._decide(changes, places)

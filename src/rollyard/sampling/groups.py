@@ -126,7 +126,7 @@ class Groups:
                 if opened is None:
                     continue
                 try:
-                    await self._look(opened)
+                    await self._apply_ends(opened)
                 except StoreUnusable:
                     raise
                 except NotFound:  # its run was deleted meanwhile
@@ -140,7 +140,7 @@ class Groups:
         self._touched[group_id] = None
         self._news.set()
 
-    async def _look(self, opened: OpenGroup) -> None:
+    async def _apply_ends(self, opened: OpenGroup) -> None:
         now = opened.standing()
         if now.start:
             if self._pipeline.is_draining:

@@ -152,7 +152,7 @@ async def open_app(
 async def _stored_quotas(store: Store, pipeline: Pipeline, tokens: Tokens) -> AsyncGenerator[None, None]:
     """Maintains the pipeline's set of owners that have reached their quota of stored bytes."""
 
-    async def look() -> None:
+    async def update() -> None:
         limits = {one.id: most for one in tokens.created if (most := one.quota.stored_bytes) is not None}
         runs = {run.id: run.owner for run in pipeline.runs if run.owner in limits}
         used = Counter[str]()
@@ -163,7 +163,7 @@ async def _stored_quotas(store: Store, pipeline: Pipeline, tokens: Tokens) -> As
     async def watch() -> None:
         while True:
             try:
-                await look()
+                await update()
             except StoreUnusable:
                 return
             await asyncio.sleep(STORED_EVERY_S)

@@ -62,7 +62,7 @@ class History:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self.look()
+        self.sample_versions()
         self._task = asyncio.create_task(self._run(), name="history")
         return self
 
@@ -78,7 +78,7 @@ class History:
         )
         self._last, self._end_at = read, self._now()
 
-    def look(self) -> None:
+    def sample_versions(self) -> None:
         """Records versions that have changed."""
         for status in self._router.list():
             engine = self._engines.get(status.spec.id)
@@ -127,7 +127,7 @@ class History:
         due = loop.time() + STEP_S
         while True:
             await asyncio.sleep(LOOK_S)
-            self.look()
+            self.sample_versions()
             if loop.time() >= due:
                 self.sample()
                 due = max(due + STEP_S, loop.time())

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollyard.cli._console import CommandError
+from rollyard.cli._console import CommandError, note
 from rollyard.cli._quick_imports import quick_imports
 
 
@@ -77,7 +76,7 @@ def node(
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
-        await run_node(options, stop, on_joined=lambda: _print_line(f"node {called} has joined {url}"), hurry=hurry)
+        await run_node(options, stop, on_joined=lambda: note(f"node {called} has joined {url}"), hurry=hurry)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -102,8 +101,3 @@ def _token(file: Path | None) -> str:
     if not words:
         raise CommandError(f"the token file {file} is empty")
     return words[0]
-
-
-def _print_line(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()

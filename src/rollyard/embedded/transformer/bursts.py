@@ -25,7 +25,7 @@ class Rows:
     """The device tensors of a burst. The first two columns of `packed`, and `count`, change with each token."""
 
     packed: Tensor  # (rows, 2 + blocks): the next token, its place (−1: padding), the blocks of its sequence
-    heat: Tensor  # (rows, 1)
+    temperatures: Tensor  # (rows, 1)
     is_greedy: Tensor  # (rows, 1)
     numbers: Tensor  # (rows, MOST_BURST), one for each token
     tokens: Tensor  # (rows, MOST_BURST): what was sampled
@@ -48,8 +48,8 @@ class Rows:
 
     def fill(self, packed: Tensor, draws: Sequence[SamplingRule], count: int) -> None:
         self.packed.copy_(packed)
-        heats = [[one.temperature if one.temperature >= GREEDY else 1.0] for one in draws]
-        self.heat[: len(draws)] = torch.tensor(heats, dtype=torch.float32)
+        temperatures = [[one.temperature if one.temperature >= GREEDY else 1.0] for one in draws]
+        self.temperatures[: len(draws)] = torch.tensor(temperatures, dtype=torch.float32)
         self.is_greedy[: len(draws)] = torch.tensor([[one.temperature < GREEDY] for one in draws])
         numbers = [[uniform(one.seed, one.place + ahead) for ahead in range(count)] for one in draws]
         self.numbers[: len(draws), :count] = torch.tensor(numbers, dtype=torch.float64)
@@ -59,7 +59,7 @@ class Rows:
 def advance(rows: Rows, run: Callable[[Tensor, int], Tensor]) -> None:
     """Samples one more token for each row. Reads no value on the host, so it can be recorded as a CUDA graph."""
     numbers = rows.numbers.index_select(1, rows.count)
-    tokens, logprobs = draw_plain(run(rows.packed, 1), rows.heat, numbers, rows.is_greedy)
+    tokens, logprobs = draw_plain(run(rows.packed, 1), rows.temperatures, numbers, rows.is_greedy)
     rows.tokens.index_copy_(1, rows.count, tokens)
     rows.logprobs.index_copy_(1, rows.count, logprobs)
     place = rows.packed[:, 1]

@@ -124,9 +124,9 @@ class Llama:
         written = [[one[0][n] for one in caches for n in (2 * at, 2 * at + 1)] for at in range(shape.layers)]
         there = [[(one[1][2 * at], one[1][2 * at + 1]) for one in caches] for at in range(shape.layers)]
         states = torch.embedding(self._weights[EMBEDDING], torch.tensor(ids)).float()
-        for layer, goals, known in zip(self._layers, written, there, strict=True):
+        for layer, targets, known in zip(self._layers, written, there, strict=True):
             normed = rms_norm(states, (shape.size,), layer.before_attention, shape.epsilon)
-            mixed = self._attention(layer, normed, turns, sizes, goals, known)
+            mixed = self._attention(layer, normed, turns, sizes, targets, known)
             states = states + layer.output(mixed)
             normed = rms_norm(states, (shape.size,), layer.before_mlp, shape.epsilon)
             gate, up = layer.gate_up(normed).split(shape.hidden, 1)
@@ -139,7 +139,7 @@ class Llama:
         normed: Tensor,
         turns: Tensor,
         sizes: list[int],
-        goals: list[Tensor],
+        targets: list[Tensor],
         known: Iterable[tuple[Tensor, Tensor]],
     ) -> Tensor:
         """Computes attention of each piece's new tokens over its whole sequence."""
@@ -154,7 +154,7 @@ class Llama:
         by_head = heads.transpose(0, 1)
         keys, values = (by_head.narrow(0, start, shape.kv_heads).split(sizes, 1) for start in (shape.heads, turned))
         sources = [one for pair in zip(keys, values, strict=True) for one in pair]
-        torch._foreach_copy_(goals, sources)  # type: ignore[attr-defined]
+        torch._foreach_copy_(targets, sources)  # type: ignore[attr-defined]
         outputs: list[Tensor] = []
         groups = shape.heads // shape.kv_heads
         queries = heads[:, : shape.heads].unflatten(1, (shape.kv_heads, groups)).split(sizes)

@@ -75,10 +75,10 @@ def sample(logits: Tensor, draws: Sequence[SamplingRule]) -> list[SampledDraw]:
     return [SampledDraw(token, logprob, top) for token, logprob, top in rows]
 
 
-def draw_plain(logits: Tensor, heat: Tensor, numbers: Tensor, is_greedy: Tensor) -> tuple[Tensor, Tensor]:
+def draw_plain(logits: Tensor, temperatures: Tensor, numbers: Tensor, is_greedy: Tensor) -> tuple[Tensor, Tensor]:
     """Returns tokens and logprobs as `sample` does without top_k and top_p. All arguments are (rows, …) on the device.
     No value is read on the host, so it can be recorded as a CUDA graph."""
-    logprobs = (logits.float() / heat).log_softmax(dim=-1)
+    logprobs = (logits.float() / temperatures).log_softmax(dim=-1)
     tokens = torch.where(is_greedy, logits.argmax(dim=-1, keepdim=True), _invert(logprobs, numbers))
     return tokens, logprobs.gather(1, tokens)
 
@@ -95,22 +95,22 @@ def _invert(logprobs: Tensor, numbers: Tensor) -> Tensor:
     mass[:, size:] = 0.0
     mass = mass.view(rows, blocks, BLOCK)
     ends = mass.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    goals = numbers * ends[:, -1:]
+    thresholds = numbers * ends[:, -1:]
     # right: a goal on a boundary belongs to the next block or token, so one without mass is never drawn
-    block = torch.searchsorted(ends, goals, right=True).clamp_(max=blocks - 1)
+    block = torch.searchsorted(ends, thresholds, right=True).clamp_(max=blocks - 1)
     begins = ends.gather(1, (block - 1).clamp_(min=0)) * (block > 0)
     inner = mass.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(dim=-1)
     # the block's mass, summed in another order, may be lower in the last bit: keep the goal below it
-    goals = torch.minimum(goals - begins, inner[:, -1:] * (1 - 2**-52))
-    return (block * BLOCK + torch.searchsorted(inner, goals, right=True)).clamp_(max=size - 1)
+    thresholds = torch.minimum(thresholds - begins, inner[:, -1:] * (1 - 2**-52))
+    return (block * BLOCK + torch.searchsorted(inner, thresholds, right=True)).clamp_(max=size - 1)
 
 
 def processed(logits: Tensor, draws: Sequence[SamplingRule]) -> Tensor:
     """Returns the logprobs of the sampled distribution; −inf for tokens that it excludes."""
-    heat = [one.temperature if one.temperature >= GREEDY else 1.0 for one in draws]
+    temperatures = [one.temperature if one.temperature >= GREEDY else 1.0 for one in draws]
     logits = logits.float()
-    if any(one != 1.0 for one in heat):
-        logits = logits / torch.tensor(heat, dtype=torch.float32, device=logits.device)[:, None]
+    if any(one != 1.0 for one in temperatures):
+        logits = logits / torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None]
     size = logits.shape[-1]
     if any(0 < one.top_k < size or one.top_p < 1.0 for one in draws):
         logits = _cut(logits, draws)

@@ -236,8 +236,8 @@ class Router:
         """Opens a session on the least loaded engine, preferably none in `avoid`; waits up to `engine_wait_s` for an
         engine. The caller closes it."""
         pool = self.pool(policy)
-        shunned = [member for member in pool.members.values() if member.id in avoid]
-        member = pool.pick(shunned) or pool.pick() or pool.pick_paused()
+        avoided = [member for member in pool.members.values() if member.id in avoid]
+        member = pool.pick(avoided) or pool.pick() or pool.pick_paused()
         if member is None:
             member = await pool.wait_for_one(self.settings.engine_wait_s, self.settings.pause_wait_s)
         return RoutedSession(pool, member, session_id, priority, self.settings, self.stats)

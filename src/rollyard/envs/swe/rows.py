@@ -64,8 +64,8 @@ def _image(row: Mapping[str, Json], template: str | None, *, is_r2e: bool) -> st
     template = template or (SWE_BENCH if is_swe_bench else SWE_GYM)
     if "{" not in template and "://" not in template and not template.endswith(".sif"):  # a folder of images
         template = template.rstrip("/") + "/{instance_id}.sif"
-    joint = "_1776_" if is_swe_bench or template == SWE_BENCH else "_s_"
-    places = {"instance_id": instance, "name": instance.lower().replace("__", joint)}
+    separator = "_1776_" if is_swe_bench or template == SWE_BENCH else "_s_"
+    places = {"instance_id": instance, "name": instance.lower().replace("__", separator)}
     unknown = sorted(set(re.findall(r"\{(.*?)\}", template)) - set(places))
     if unknown:
         raise TaskInvalid(f"swe: option images: there is no {{{unknown[0]}}}; there are {{instance_id}} and {{name}}")

@@ -80,14 +80,14 @@ class Workspace:
     lease: LayerLease | None = None  # of the prepared layer below the sandbox
     run_layer: ScratchLayer | None = None  # what RUN wrote
     python: PortablePython | None = None  # Rollyard's own, bound into the sandbox if a tool needs it
-    door: DoorwayApp | None = None  # the app at the sandbox's doorway
+    doorway_app: DoorwayApp | None = None  # the app at the sandbox's doorway
     holding: ExitStack = field(default_factory=ExitStack)  # protects its image from pruning
 
     async def close(self) -> None:
         try:
             async with AsyncExitStack() as stack:
-                if self.door is not None:
-                    stack.push_async_callback(self.door.close)
+                if self.doorway_app is not None:
+                    stack.push_async_callback(self.doorway_app.close)
                 if self.sandbox is not None:
                     stack.push_async_callback(self.sandbox.kill)
                 for tool in self.tools.values():
@@ -193,19 +193,19 @@ async def _serve_inside(workspace: Workspace, resolved: ResolvedTask, rollout_id
         name = resolved.runtime.name
         raise TaskInvalid(f"the runtime {name} has no doorway, so nothing can be served inside: choose another runtime")
     servers = resolved.served_inside
-    workspace.door = DoorwayApp(McpProxy(servers, owner=rollout_id) if servers else None)
-    await workspace.sandbox.doorway.serve(workspace.door)
+    workspace.doorway_app = DoorwayApp(McpProxy(servers, owner=rollout_id) if servers else None)
+    await workspace.sandbox.doorway.serve(workspace.doorway_app)
 
 
 async def _serve_tools(workspace: Workspace, resolved: ResolvedTask) -> None:
     """Serves the environment's own tools by MCP, the only way an agent program can use them."""
     task = resolved.task
-    if workspace.door is None:
+    if workspace.doorway_app is None:
         raise TaskInvalid(f"{task.environment} brings tools, and {resolved.agent.name} has no doorway")
     if TOOLS_NAME in resolved.served_inside:
         raise TaskInvalid(f"agent.options.mcp.{TOOLS_NAME}: that name is reserved for {task.environment}'s own tools")
-    workspace.door.tools = ToolServer(workspace.tools, tool_s=task.limits.tool_s)
-    await workspace.door.tools.open()
+    workspace.doorway_app.tools = ToolServer(workspace.tools, tool_s=task.limits.tool_s)
+    await workspace.doorway_app.tools.open()
 
 
 async def _open_tools(
@@ -344,10 +344,10 @@ async def run(
                 solve=partial(_solved, resolved, rollout.id, workspace),
             )
             try:
-                if workspace.door is not None and isinstance(model, GatewaySession):
-                    workspace.door.open(GatewayApp(model))
-                    if workspace.door.tools is not None:
-                        tools = workspace.door.tools
+                if workspace.doorway_app is not None and isinstance(model, GatewaySession):
+                    workspace.doorway_app.open(GatewayApp(model))
+                    if workspace.doorway_app.tools is not None:
+                        tools = workspace.doorway_app.tools
                         tools.on_failure, tools.call_log = model.fail, call_log
                         tools.turn = lambda gateway=model: max(0, gateway.turns - 1)
                 with boundary(InternalError, f"the agent {agent.name}", *resolved.suspects):
@@ -437,7 +437,7 @@ async def _model(
 async def _end_gateway(gateway: GatewaySession, workspace: Workspace, running: RunState) -> None:
     """Closes the gateway, however RUN ended: it takes no more requests, and all that was sampled is recorded before
     traces are taken."""
-    if workspace.door is not None:
-        workspace.door.shut()
+    if workspace.doorway_app is not None:
+        workspace.doorway_app.shut()
     await uninterrupted(gateway.close)
     running.info["gateway"] = gateway.info()

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 from rollyard.core.egress import HostRule, host_of
 from rollyard.sandbox.egress.base import EGRESS_PORT
 
-MANAGERS = ("pip", "npm", "apt")
 PROXY = f"http://127.0.0.1:{EGRESS_PORT}"
 AT_HOME = "localhost,127.0.0.1"
 """Servers in the sandbox itself, and the doorway. Without ::1, which older httpx versions parse as an invalid port."""

@@ -17,7 +17,6 @@ import ctypes
 import json
 import os
 import tempfile
-import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -152,17 +151,6 @@ def building_folder(root: Path) -> Generator[tuple[Path, int], None, None]:
     with tempfile.TemporaryDirectory(prefix=BUILDING, dir=root) as name, FileLock(Path(name), is_folder=True) as lock:
         lock.acquire()
         yield Path(name), lock.fd
-
-
-def is_abandoned(folder: Path) -> bool:
-    """Whether the process that built in it has ended. Recent folders do not count: a new one is not locked at once."""
-    try:
-        if time.time() - folder.stat().st_mtime < 60.0:
-            return False
-        with FileLock(folder, is_folder=True) as lock:
-            return lock.try_acquire()
-    except OSError:
-        return False
 
 
 def sync(folder: Path) -> None:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from rollyard.core.failure import ImageMissing
+from rollyard.core.locks import is_abandoned
 from rollyard.sandbox.base import ImageKind
 from rollyard.sandbox.images.errors import ImageError, ImageInUse
 from rollyard.sandbox.images.image import Image, Pruned
-from rollyard.sandbox.images.index import BUILDING, ImageIndex, is_abandoned, sync
+from rollyard.sandbox.images.index import BUILDING, ImageIndex, sync
 from rollyard.sandbox.images.oci import FoundImage
 from rollyard.sandbox.images.programs import apptainer, build_sif, remove_tree
 from rollyard.sandbox.images.reference import DIGEST, Origin, own_name, parse_origin, spellings
@@ -30,6 +31,8 @@ from rollyard.sandbox.images.sources import BuildSite, OnProgress, PullStep, Sif
 from rollyard.sandbox.images.unpack import UnpackBounds, Unpacker
 
 log = logging.getLogger("rollyard.sandbox")
+
+ABANDONED_S = 60.0  # the age from which a building folder without a lock is a leftover
 
 _FILES: dict[str, str] = {"folder": "folder", "sif": "image.sif"}
 
@@ -250,7 +253,7 @@ class ImageStore:
                     if not is_dry_run:
                         remove_tree(remains)
         for place in self.root.glob(f"{BUILDING}*"):
-            if is_abandoned(place):
+            if is_abandoned(place, older_than_s=ABANDONED_S):
                 count += 1
                 if not is_dry_run:
                     remove_tree(place)

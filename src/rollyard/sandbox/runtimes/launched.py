@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import signal
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any, ClassVar, Self
 
 from rollyard.core.failure import RollyardError, SandboxLost, SandboxStartFailed, SandboxStuck
 from rollyard.core.ids import new_id
-from rollyard.core.locks import FileLock
+from rollyard.core.locks import FileLock, is_abandoned
 from rollyard.core.workclock import MOST_LATE_S
 from rollyard.sandbox.base import ImageKind, SandboxEnd, SandboxSpec
 from rollyard.sandbox.launched_sandbox import FreezeRequest, LaunchedSandbox, SandboxPaths
@@ -75,7 +74,7 @@ class LaunchedRuntime(ABC):
         self.waiting = 0  # callers of `room`
         self._fork_server = ForkServerClient(self.name)
         self._live: dict[str, LaunchedSandbox] = {}
-        self._keepers: dict[str, InitClient] = {}
+        self._init_clients: dict[str, InitClient] = {}
         self._places: dict[str, SandboxPaths] = {}
         self._endings: dict[str, asyncio.Task[None]] = {}
         self._stuck: set[InitClient] = set()  # of sandboxes whose end was not proven
@@ -222,7 +221,7 @@ class LaunchedRuntime(ABC):
             on_kill=self._kill,
             on_renew=lambda sandbox: self._arm(sandbox.expires_at),
         )
-        self._live[sandbox_id], self._keepers[sandbox_id], self._places[sandbox_id] = sandbox, init_client, place
+        self._live[sandbox_id], self._init_clients[sandbox_id], self._places[sandbox_id] = sandbox, init_client, place
         init_client.ended.add_done_callback(lambda _: sandbox.close_doorway())
         try:
             try:
@@ -277,7 +276,7 @@ class LaunchedRuntime(ABC):
         return task
 
     async def _finish(self, sandbox: LaunchedSandbox, end: SandboxEnd, frozen: FreezeRequest | None) -> None:
-        init_client, place = self._keepers[sandbox.id], self._places[sandbox.id]
+        init_client, place = self._init_clients[sandbox.id], self._places[sandbox.id]
         sandbox.close_doorway()
         init_client.finish(end, by_signal=self.is_killed_by_signal)
         try:
@@ -290,7 +289,7 @@ class LaunchedRuntime(ABC):
                 f"sandbox {sandbox.id} had not ended {self._kill_s} s after its kill", pid=init_client.pid
             ) from None
         finally:
-            for table in (self._live, self._keepers, self._places):
+            for table in (self._live, self._init_clients, self._places):
                 table.pop(sandbox.id, None)
         try:
             if frozen is not None:
@@ -362,7 +361,7 @@ class LaunchedRuntime(ABC):
             else:
                 log.error("a sandbox of an earlier process cannot be ended", extra={"folder": str(folder)})
         paths += [str(path) for path in self._control.iterdir() if str(path) not in paths]
-        paths += [str(path) for path in self._control.parent.iterdir() if _is_abandoned(path)]
+        paths += [str(path) for path in self._control.parent.iterdir() if is_abandoned(path, older_than_s=ABANDONED_S)]
         if paths:
             log.info("removing leftovers of an earlier process", extra={"paths": len(paths)})
             await self._remove(paths)
@@ -416,13 +415,3 @@ def _is_recorded(entry: Mapping[str, Any]) -> bool:
         return True
     except OSError:
         return False
-
-
-def _is_abandoned(control: Path) -> bool:
-    """Whether this control folder is not locked: its process ended, and its root was never opened again."""
-    with contextlib.suppress(OSError):
-        if time.time() - control.stat().st_mtime < ABANDONED_S:
-            return False
-        with FileLock(control, is_folder=True) as lock:
-            return lock.try_acquire()
-    return False

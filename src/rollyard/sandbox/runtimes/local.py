@@ -67,7 +67,7 @@ class LocalRuntime(LaunchedRuntime):
     def _on_started(self, sandbox: LaunchedSandbox, place: SandboxPaths) -> None:
         """Opens the doorway on the host's loopback, where every user of this machine can reach it."""
         if sandbox.spec.has_doorway:
-            self._keepers[sandbox.id].doorway = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+            self._init_clients[sandbox.id].doorway = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
 
     async def probe(self) -> Mapping[str, str]:
         results: dict[str, str] = {}

@@ -228,7 +228,7 @@ class NamespacedRuntime(LaunchedRuntime):
         self._limiter.watch(sandbox.id, sandbox.pid, place.upper, sandbox.spec.limits)
         sandbox.count_oom_kills = lambda: self._limiter.oom_kills(sandbox.id)
         sandbox.count_host_kills = lambda: self._limiter.host_kills(sandbox.id)
-        init_client = self._keepers[sandbox.id]
+        init_client = self._init_clients[sandbox.id]
         init_client.count_oom_kills = sandbox.count_oom_kills
         init_client.count_refused_forks = lambda: self._limiter.refused_forks(sandbox.id)
 

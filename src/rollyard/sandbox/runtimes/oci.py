@@ -279,7 +279,7 @@ class OciRuntime(LaunchedRuntime):
 
     def _on_started(self, sandbox: LaunchedSandbox, place: SandboxPaths) -> None:
         """Reads kill counts from the kernel: the engine enforces limits but does not report them."""
-        group, init_client = group_of(sandbox.pid), self._keepers[sandbox.id]
+        group, init_client = group_of(sandbox.pid), self._init_clients[sandbox.id]
         sandbox.count_oom_kills = init_client.count_oom_kills = lambda: group.events().oom_kills
         sandbox.count_host_kills = lambda: group.events().host_kills
         init_client.count_refused_forks = lambda: group.events().processes_refused
