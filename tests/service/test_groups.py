@@ -161,6 +161,15 @@ async def test_a_group_id_used_twice_in_one_call_stores_nothing(tmp_path: Path) 
         assert (group["size"], group["stats"]["members"]) == (3, 3)
 
 
+async def test_a_group_whose_members_id_is_taken_is_refused(tmp_path: Path) -> None:
+    """It was accepted, and never ended: the rollout is not its member."""
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        await site.submit("g-1")
+        taken = await site.post("/v1/groups", {"id": "g", "task": task(), "size": 2})
+        assert (taken.status, taken.code) == (409, "id_conflict") and "g-1" in taken.body["detail"]
+        assert (await site.get("/v1/groups/g")).status == 404
+
+
 async def test_rollouts_that_only_name_an_ended_group_survive_a_restart(tmp_path: Path) -> None:
     async with scripted() as engine:
         async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
