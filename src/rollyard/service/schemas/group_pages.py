@@ -32,7 +32,7 @@ class LoadedGroup:
 
 
 async def load_group(store: Store, group: Group, *, with_traces: bool) -> LoadedGroup:
-    rollouts = await rollouts_of(store, group.id)
+    rollouts = await rollouts_of(store, group)
     trajectories: dict[str, Trajectory] = {}
     if with_traces:
         member_ids = [rollout.id for rollout in rollouts if rollout.index in group.members]
