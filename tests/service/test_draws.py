@@ -292,13 +292,13 @@ async def test_acknowledging_a_batch_deletes_only_its_traces(tmp_path: Path) -> 
 
 async def test_a_rewind_before_an_acknowledged_batch_samples_its_tasks_again(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
-        await draw(site, 30)
+        await draw(site, 12, epochs=1)
         _, first = await take(site, 2, 1)
         _, second = await take(site, 2, 2)
         await site.post("/v1/draws/d/ack", {"batch": 1})
         body = (await site.post("/v1/draws/d/rewind", {"batch": 0, "version": 0})).body
         assert (body["batch"], body["acked"]) == (0, 0) and body["figures"]["void"] >= 2
-        _, again = await take(site, 8, 1)
+        _, again = await take(site, 12, 1)  # all of them: fewer would be those that ended first
         assert {group["item"] for group in first} <= {group["item"] for group in again}
         assert {group["id"] for group in first}.isdisjoint(group["id"] for group in again), "their traces are gone"
         assert {group["id"] for group in second} <= {group["id"] for group in again}, "these still have their traces"
