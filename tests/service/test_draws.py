@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rollyard.service.schemas import group_pages
 from rollyard.testing.script import Reply
 from tests.service.site import OTHER, Site, engine_table, finish, open_site, scripted, task
 from tests.service.skill import CHECK, chance, member_of, skilled
@@ -302,6 +303,21 @@ async def test_a_rewind_before_an_acknowledged_batch_samples_its_tasks_again(tmp
         assert {group["item"] for group in first} <= {group["item"] for group in again}
         assert {group["id"] for group in first}.isdisjoint(group["id"] for group in again), "their traces are gone"
         assert {group["id"] for group in second} <= {group["id"] for group in again}, "these still have their traces"
+
+
+async def test_a_page_has_as_many_groups_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_pages, "MOST_TOKENS", 1)
+    async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
+        await draw(site)
+        batch, _ = await take(site, 3, 1)
+        found, after = list[str](), ""
+        for _ in range(3):
+            page = (await site.get(f"/v1/draws/d/groups?batch=1{after}")).body
+            (group,) = page["groups"]
+            assert page["next"] == group["cursor"] and all("traces" in one for one in group["rollouts"])
+            found, after = [*found, group["id"]], f"&after={page['next']}"
+        assert len(set(found)) == 3 and after == f"&after={batch['last']}"
+        assert (await site.get(f"/v1/draws/d/groups?batch=1{after}")).body["groups"] == []
 
 
 async def test_a_rewind_waits_for_an_acknowledgement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
