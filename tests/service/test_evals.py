@@ -428,6 +428,7 @@ async def test_an_invalid_evaluation_is_refused_with_the_reason(tmp_path: Path) 
             ({"source": tasks(1), "on_update": "wait"}, "on_update"),
             ({"source": tasks(1), "defaults": {"limits": {"max_turns": "x"}}}, "defaults"),
             ({"source": tasks(300), "by": "instruction"}, "more than 256 values"),
+            ({"source": tasks(100), "by": "instruction", "k": 512}, "at most 32 values of 'instruction'"),
             ({"source": tasks(245), "samples": 4096}, "with 4,096 of each task, that is 244 tasks"),
         ):
             answer = await site.post("/v1/evals", body)
