@@ -354,6 +354,34 @@ async def test_a_rewind_waits_for_an_acknowledgement(tmp_path: Path, monkeypatch
         assert [(await site.get(f"/v1/rollouts/{one}/traces")).status for one in rollouts] == [200] * 4
 
 
+async def test_a_rewind_waits_until_an_ended_draw_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the state that another call reads would replace the rewound one."""
+    async with skilled(mixed) as engine:
+        async with site_with(tmp_path, engine) as site:
+            await draw(site, budget={"batches": 1})
+            await take(site, 2, 1)
+        async with site_with(tmp_path, engine) as site:
+            store, is_reading = site.served.app_state.store, asyncio.Event()
+            get_batch = store.get_batch
+
+            async def slowly(draw_id: str, number: int) -> Any:
+                found = await get_batch(draw_id, number)
+                if not is_reading.is_set():
+                    is_reading.set()
+                    for _ in range(50):  # a rewind has fewer reads and writes
+                        await store.get_draw(draw_id)
+                return found
+
+            monkeypatch.setattr(store, "get_batch", slowly)
+            reading = asyncio.create_task(site.get("/v1/draws/d"))
+            await is_reading.wait()
+            assert (await site.post("/v1/draws/d/rewind", {"batch": 0, "version": 0})).status == 200
+            await reading
+            found = (await site.get("/v1/draws/d")).body
+            assert (found["state"], found["batch"]) == ("active", 0)
+            assert (await take(site, 2, 1))[0]["delivered"] == 2
+
+
 async def test_a_rewind_accepts_the_checkpoints_weights_under_a_new_version(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, 30, max_staleness=0, on_stale="wait")
