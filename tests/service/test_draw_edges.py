@@ -11,7 +11,6 @@ import pytest
 from rollyard.core import DrawConfig, Run
 from rollyard.core.draw import SourceKind, SourceSpec
 from rollyard.core.failure import NotFound
-from rollyard.sampling import draw_runner
 from rollyard.sampling.filters import FilterInput
 from rollyard.store.base import eval_items
 from tests.service.site import Site, engine_table, open_site, scripted, task
@@ -270,15 +269,6 @@ async def test_a_closing_push_can_be_sent_again(tmp_path: Path) -> None:
         batch, groups = await take(site, 4, 1)
         assert (batch["delivered"], len(groups)) == (2, 2)
         assert (await site.post("/v1/draws/d/tasks", body)).status == 202
-
-
-async def test_a_growing_source_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_runner, "MOST_TASKS", 3)
-    async with open_site(tmp_path) as site:
-        await draw(site, source={"push": True})
-        answers = [await site.post("/v1/draws/d/tasks", {"tasks": tasks(2)}) for _ in range(2)]
-        assert [answer.status for answer in answers] == [202, 422] and "2 tasks" in answers[1].body["detail"]
-        assert (await site.post("/v1/draws/d/tasks", {"tasks": tasks(1), "close": True})).body["total"] == 3
 
 
 async def test_a_push_to_an_ended_draw_is_refused(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from rollyard.sampling.draw_state import ActiveGroup, DrawState
 from rollyard.sampling.filters import GroupFilter
 from rollyard.sampling.notifier import Notifier
 from rollyard.sampling.open_group import OpenGroup, catch_up, check_members
-from rollyard.sampling.sources import MOST_TASKS
 from rollyard.sampling.task_order import TaskOrder
 from rollyard.store.base import Decision, StoreUnusable
 from rollyard.store.codec import to_json
@@ -237,11 +236,6 @@ class DrawRunner:
             elif not self.draw.is_active:
                 closed = f"this draw has ended ({self.draw.reason}): nothing can be pushed to it any more"
             total = self.draw_state.order.grown
-            if total + len(tasks) > MOST_TASKS:
-                raise InvalidRequest(
-                    f"this draw has {total:,} tasks, and {MOST_TASKS:,} is the limit",
-                    remedy="Close its source, and push to another draw.",
-                )
             if tasks:
                 total = await self._store.push_items(self.draw.id, tasks, closed=closed)
             self.draw_state.order.grown = total
