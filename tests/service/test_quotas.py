@@ -308,15 +308,6 @@ async def test_a_token_has_a_limited_number_of_active_draws(tmp_path: Path) -> N
         assert (refused.status, refused.code) == (429, "quota_exceeded"), refused.body
 
 
-async def test_evaluations_created_at_once_do_not_exceed_the_limit_of_runs(tmp_path: Path) -> None:
-    async with open_site(tmp_path, max_runs=2) as site:
-        bodies = [{"id": f"e{number}", "on_update": "fail", "source": {"tasks": [task()]}} for number in range(6)]
-        bodies.append(bodies[0])
-        answers = await asyncio.gather(*(site.post("/v1/evals", body, token=TRAINER) for body in bodies))
-        assert len({answer.body["id"] for answer in answers if answer.status == 201}) == 2
-        assert {answer.code for answer in answers if answer.status != 201} == {"quota_exceeded"}
-
-
 async def test_draws_created_at_once_do_not_exceed_the_limit(tmp_path: Path) -> None:
     async with open_site(tmp_path, max_draws=2) as site:
         await site.hold()

@@ -86,7 +86,6 @@ class Evals:
         self._folders = folders
         self._own = own
         self._runners: dict[str, EvalRunner] = {}
-        self._creating: list[tuple[str, str]] = []  # calls whose tasks are being copied: run and owner
         self._makings: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         groups.on_over.append(self._group_over)
 
@@ -107,22 +106,14 @@ class Evals:
     async def create(self, plan: EvalPlan, tasks: Sequence[RawTask], body: Mapping[str, Json]) -> EvalRecord:
         """Creates an evaluation, or returns the one created earlier with the same body."""
         lock = self._makings.setdefault(plan.id, asyncio.Lock())  # of two concurrent calls, the second finds the record
-        self._creating.append((plan.run, plan.owner))
-        try:
-            async with lock:
-                with suppress(NotFound):
-                    known = await self._store.get_eval(plan.id)
-                    try:
-                        return await self._store.put_eval(known, body)
-                    except IdConflict as error:
-                        raise _conflict(plan, known) from error
-                return await self._make(plan, tasks, body)
-        finally:
-            self._creating.remove((plan.run, plan.owner))
-
-    def being_created(self, owner: str) -> set[str]:
-        """The runs of evaluations of an owner that are being created, and are not stored yet."""
-        return {run for run, one in self._creating if one == owner and self._pipeline.run_of(run) is None}
+        async with lock:
+            with suppress(NotFound):
+                known = await self._store.get_eval(plan.id)
+                try:
+                    return await self._store.put_eval(known, body)
+                except IdConflict as error:
+                    raise _conflict(plan, known) from error
+            return await self._make(plan, tasks, body)
 
     async def _make(self, plan: EvalPlan, tasks: Sequence[RawTask], body: Mapping[str, Json]) -> EvalRecord:
         if plan.samples > self._pipeline.settings.max_queued:

@@ -79,8 +79,7 @@ class AppState:
         """Raises `QuotaExceeded` if the caller may create no more runs. All runs are in memory, with their defaults,
         and every listing goes through them."""
         most = self.settings.max_runs
-        stored = sum(run.owner == caller.name for run in self.pipeline.runs)
-        if not caller.is_admin and stored + len(self.sampler.evals.being_created(caller.name)) >= most:
+        if not caller.is_admin and sum(run.owner == caller.name for run in self.pipeline.runs) >= most:
             raise QuotaExceeded(
                 f"this token has created {most} runs, which is the limit (max_runs)", remedy="Delete runs."
             )

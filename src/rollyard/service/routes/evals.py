@@ -105,8 +105,7 @@ async def _plan(request: Request, body: EvalBody) -> EvalPlan:
     known = app_state.pipeline.run_of(plan.run)
     if known is None:
         require_new_run(caller, plan.run, plan.policy, app_state.tokens.callers)
-        if plan.run not in app_state.sampler.evals.being_created(caller.name):
-            app_state.require_room_for_run(caller)
+        app_state.require_room_for_run(caller)
     elif not caller.reads(known):
         raise Forbidden(f"the run name {plan.run!r} is taken")
     if plan.on_update == "hold" and not owns_policy(caller, plan.policy, app_state.owners, app_state.tokens.callers):
