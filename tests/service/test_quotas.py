@@ -308,17 +308,6 @@ async def test_a_token_has_a_limited_number_of_active_draws(tmp_path: Path) -> N
         assert (refused.status, refused.code) == (429, "quota_exceeded"), refused.body
 
 
-async def test_draws_created_at_once_do_not_exceed_the_limit(tmp_path: Path) -> None:
-    async with open_site(tmp_path, max_draws=2) as site:
-        await site.hold()
-        await site.post("/v1/runs", {"id": "run"}, token=TRAINER)
-        bodies = [{"id": f"d{number}", "run": "run", "source": {"tasks": [task()]}} for number in range(6)]
-        answers = await asyncio.gather(*(site.post("/v1/draws", body, token=TRAINER) for body in bodies))
-        assert sorted(answer.status for answer in answers) == [201, 201, 429, 429, 429, 429]
-        again = await asyncio.gather(*(site.post("/v1/draws", bodies[0], token=TRAINER) for _ in range(2)))
-        assert {answer.status for answer in again} == {next(answer.status for answer in answers)}
-
-
 async def test_the_operator_sets_the_ceilings(tmp_path: Path) -> None:
     async with open_site(tmp_path, max_task_cpus=2, max_task_s=60) as site:
         assert (await site.post("/v1/rollouts", {"task": task(sandbox={"cpus": 2.5})})).code == "task_invalid"

@@ -46,7 +46,6 @@ class Sampler:
         self._make_task = make_task
         self._folders = folders
         self._draws: dict[str, DrawRunner] = {}
-        self._creating: list[tuple[str, str]] = []  # calls whose tasks are being copied: draw and owner
         self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -96,39 +95,30 @@ class Sampler:
                 most, why = quota, name
         if config.group_size > most:
             raise InvalidRequest(f"group_size: the queue never has room for {config.group_size} ({why} is {most})")
-        self._creating.append((draw_id, run.owner))
-        try:
-            async with self._making.setdefault(draw_id, asyncio.Lock()):  # two calls at once would mix their tasks
-                return await self._create(draw_id, run, config, tasks, body)
-        finally:
-            self._creating.remove((draw_id, run.owner))
+        async with self._making.setdefault(draw_id, asyncio.Lock()):  # two calls at once would mix their tasks
+            with suppress(NotFound):
+                existing = await self._store.get_draw(draw_id)
+                await self._store.put_draw(existing, body)  # IdConflict if the body differs
+                return await self.runner(draw_id)
+            await self._store.put_items(draw_id, 0, [])  # removes what an interrupted call left
 
-    async def _create(
-        self, draw_id: str, run: Run, config: DrawConfig, tasks: Sequence[RawTask], body: Mapping[str, Json]
-    ) -> DrawRunner:
-        with suppress(NotFound):
-            existing = await self._store.get_draw(draw_id)
-            await self._store.put_draw(existing, body)  # IdConflict if the body differs
-            return await self.runner(draw_id)
-        await self._store.put_items(draw_id, 0, [])  # removes what an interrupted call left
+            def check(raw: RawTask) -> None:
+                check_members(self._make_task(raw, run), config.group_size)
 
-        def check(raw: RawTask) -> None:
-            check_members(self._make_task(raw, run), config.group_size)
-
-        async with creating(self._store, draw_id):
-            source = await copy_source(
-                config.source,
-                tasks,
-                draw_id=draw_id,
-                store=self._store,
-                environments=self._pipeline.resources.environments,
-                folders=self._folders,
-                check=check,
-            )
-            now = time.time()
-            draw = Draw(draw_id, run.id, replace(config, source=source), created_at=now, updated_at=now)
-            draw = await self._store.put_draw(draw, body)
-        return await self._load(draw, [])
+            async with creating(self._store, draw_id):
+                source = await copy_source(
+                    config.source,
+                    tasks,
+                    draw_id=draw_id,
+                    store=self._store,
+                    environments=self._pipeline.resources.environments,
+                    folders=self._folders,
+                    check=check,
+                )
+                now = time.time()
+                draw = Draw(draw_id, run.id, replace(config, source=source), created_at=now, updated_at=now)
+                draw = await self._store.put_draw(draw, body)
+            return await self._load(draw, [])
 
     async def runner(self, draw_id: str) -> DrawRunner:
         """Returns the runner of a draw, ended or not. Raises NotFound."""
@@ -143,13 +133,8 @@ class Sampler:
         return self._draws.get(draw_id)
 
     def active_of(self, owner: str) -> int:
-        """The number of active draws in the runs of an owner, and of those that are being created."""
-        being_created = {draw_id for draw_id, one in self._creating if one == owner and draw_id not in self._draws}
-        active = sum(one.draw.is_active and one.run.owner == owner for one in self._draws.values())
-        return len(being_created) + active
-
-    def is_creating(self, draw_id: str) -> bool:
-        return any(draw_id == one for one, _ in self._creating)
+        """The number of active draws in the runs of an owner."""
+        return sum(runner.draw.is_active and runner.run.owner == owner for runner in self._draws.values())
 
     async def rewind(self, draw_id: str, batch: int, version: int, policy_version: int | None = None) -> DrawRunner:
         runner = await self.runner(draw_id)

@@ -87,7 +87,7 @@ class AppState:
     def require_room_for_draw(self, caller: Caller, key: str) -> None:
         """Raises `QuotaExceeded` if the caller may have no more active draws: their tasks and samples are in memory."""
         runner = self.sampler.loaded(key)
-        if caller.is_admin or self.sampler.is_creating(key) or (runner is not None and runner.draw.is_active):
+        if caller.is_admin or (runner is not None and runner.draw.is_active):
             return
         most = self.settings.max_draws
         if self.sampler.active_of(caller.name) >= most:
