@@ -1,15 +1,16 @@
 """The decisions of a draw under any behaviour of its groups and its trainer."""
 
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from rollyard.core import Draw, GroupState
-from rollyard.core.draw import Budget, DrawConfig, OnStale, Surplus
-from rollyard.sampling.draw_state import MOST_TRIES, DrawState
+from rollyard.core import Batch, Draw, GroupState
+from rollyard.core.draw import Budget, DrawConfig, DrawItem, OnStale, Surplus
+from rollyard.sampling.draw_state import MOST_TRIES, ActiveGroup, DrawState
 from rollyard.sampling.task_order import TaskOrder
 
 from .driving import Driven, config_of
@@ -231,6 +232,52 @@ def test_an_ended_draw_continues_after_a_rewind():
     assert it.draw_state.draw.is_active and it.draw_state.draw.reason is None
     finish(it, Random(1))
     assert len(it.of(GroupState.DELIVERED)) == 4 and it.draw_state.draw.reason == "exhausted"
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(0, 5),
+    st.lists(st.tuples(st.integers(0, 6), st.booleans())),
+    st.data(),
+)
+def test_a_group_waits_while_older_ones_need_its_place(
+    want: int, staleness: int, version: int, groups: list[tuple[int, bool]], data: st.DataObject
+):
+    """Compared with one step for each version, which took a million of them at the largest staleness."""
+    config = config_of(on_stale=OnStale.WAIT, max_staleness=staleness)
+    batch = Batch("d", 1, want, version, 0, delivered=data.draw(st.integers(0, want - 1)))
+    flying = [ActiveGroup(str(order), order, DrawItem(0, order), *one) for order, one in enumerate(groups)]
+    draw_state = DrawState(Draw("d", "r", config), TaskOrder(config, 100), batch, flying)
+    oldest = ActiveGroup("oldest", 0, DrawItem(0, 0), data.draw(st.integers(0, 6)), is_complete=True)
+
+    def may_go() -> bool:
+        remaining = want - batch.delivered - 1
+        for due in range(version - staleness, oldest.version):
+            if remaining < sum(one.version <= due and not one.is_complete for one in flying):
+                return False
+            remaining += want
+        return True
+
+    assert draw_state._may_go(oldest, draw_state._spare_places) == may_go()
+
+
+def test_the_largest_staleness_costs_no_more_steps():
+    class Counted(dict[str, ActiveGroup]):
+        reads = 0
+
+        def values(self) -> Any:
+            Counted.reads += 1
+            assert Counted.reads < 100
+            return super().values()
+
+    it = Driven(config_of(on_stale=OnStale.WAIT, max_staleness=1_000_000, max_groups_in_flight=4), want=2)
+    it.draw_state.set_version(1_000_000)
+    it.draw_state.flying = Counted()
+    it.ask()
+    for group_id in it.open()[1:3]:
+        it.end(group_id)
+    assert len(it.batches) == 1
 
 
 def test_a_pushed_source_waits_for_more_and_ends_when_it_is_closed():

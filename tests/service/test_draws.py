@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rollyard.service.schemas import group_pages
 from rollyard.testing.script import Reply
 from tests.service.site import OTHER, Site, engine_table, finish, open_site, scripted, task
 from tests.service.skill import CHECK, chance, member_of, skilled
@@ -292,16 +293,31 @@ async def test_acknowledging_a_batch_deletes_only_its_traces(tmp_path: Path) -> 
 
 async def test_a_rewind_before_an_acknowledged_batch_samples_its_tasks_again(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
-        await draw(site, 30)
+        await draw(site, 12, epochs=1)
         _, first = await take(site, 2, 1)
         _, second = await take(site, 2, 2)
         await site.post("/v1/draws/d/ack", {"batch": 1})
         body = (await site.post("/v1/draws/d/rewind", {"batch": 0, "version": 0})).body
         assert (body["batch"], body["acked"]) == (0, 0) and body["figures"]["void"] >= 2
-        _, again = await take(site, 8, 1)
+        _, again = await take(site, 12, 1)  # all of them: fewer would be those that ended first
         assert {group["item"] for group in first} <= {group["item"] for group in again}
         assert {group["id"] for group in first}.isdisjoint(group["id"] for group in again), "their traces are gone"
         assert {group["id"] for group in second} <= {group["id"] for group in again}, "these still have their traces"
+
+
+async def test_a_page_has_as_many_groups_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_pages, "MOST_TOKENS", 1)
+    async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
+        await draw(site)
+        batch, _ = await take(site, 3, 1)
+        found, after = list[str](), ""
+        for _ in range(3):
+            page = (await site.get(f"/v1/draws/d/groups?batch=1{after}")).body
+            (group,) = page["groups"]
+            assert page["next"] == group["cursor"] and all("traces" in one for one in group["rollouts"])
+            found, after = [*found, group["id"]], f"&after={page['next']}"
+        assert len(set(found)) == 3 and after == f"&after={batch['last']}"
+        assert (await site.get(f"/v1/draws/d/groups?batch=1{after}")).body["groups"] == []
 
 
 async def test_a_rewind_waits_for_an_acknowledgement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,6 +352,34 @@ async def test_a_rewind_waits_for_an_acknowledgement(tmp_path: Path, monkeypatch
         _, again = await take(site, 2, 2)
         rollouts = [one["id"] for group in again for one in group["rollouts"]]
         assert [(await site.get(f"/v1/rollouts/{one}/traces")).status for one in rollouts] == [200] * 4
+
+
+async def test_a_rewind_waits_until_an_ended_draw_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the state that another call reads would replace the rewound one."""
+    async with skilled(mixed) as engine:
+        async with site_with(tmp_path, engine) as site:
+            await draw(site, budget={"batches": 1})
+            await take(site, 2, 1)
+        async with site_with(tmp_path, engine) as site:
+            store, is_reading = site.served.app_state.store, asyncio.Event()
+            get_batch = store.get_batch
+
+            async def slowly(draw_id: str, number: int) -> Any:
+                found = await get_batch(draw_id, number)
+                if not is_reading.is_set():
+                    is_reading.set()
+                    for _ in range(50):  # a rewind has fewer reads and writes
+                        await store.get_draw(draw_id)
+                return found
+
+            monkeypatch.setattr(store, "get_batch", slowly)
+            reading = asyncio.create_task(site.get("/v1/draws/d"))
+            await is_reading.wait()
+            assert (await site.post("/v1/draws/d/rewind", {"batch": 0, "version": 0})).status == 200
+            await reading
+            found = (await site.get("/v1/draws/d")).body
+            assert (found["state"], found["batch"]) == ("active", 0)
+            assert (await take(site, 2, 1))[0]["delivered"] == 2
 
 
 async def test_a_rewind_accepts_the_checkpoints_weights_under_a_new_version(tmp_path: Path) -> None:

@@ -405,6 +405,18 @@ async def test_rollouts_that_only_name_a_group_of_an_evaluation_are_not_in_its_t
         assert (await site.get("/v1/evals/e/tasks")).body == body
 
 
+async def test_an_evaluation_whose_rollouts_id_is_taken_fails(tmp_path: Path) -> None:
+    """It never ended, because the other rollout is not its sample."""
+    async with skilled(solves) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        assert (await site.post("/v1/policies/default/pause", {})).body["state"] == "paused"  # it does not start yet
+        await begin(site, tasks(2), k=4)
+        stranger = {"run": "e", "id": "e.1-2", "task": task()}
+        assert (await site.post("/v1/rollouts", stranger)).status == 202
+        assert (await site.post("/v1/policies/default/resume", {"version": 3})).status == 200
+        ended = await over(site)
+        assert (ended["state"], ended["reason"]) == ("failed", "id_conflict") and "e.1-2" in ended["detail"]
+
+
 async def test_an_invalid_evaluation_is_refused_with_the_reason(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         for body, detail in (
@@ -416,6 +428,7 @@ async def test_an_invalid_evaluation_is_refused_with_the_reason(tmp_path: Path) 
             ({"source": tasks(1), "on_update": "wait"}, "on_update"),
             ({"source": tasks(1), "defaults": {"limits": {"max_turns": "x"}}}, "defaults"),
             ({"source": tasks(300), "by": "instruction"}, "more than 256 values"),
+            ({"source": tasks(100), "by": "instruction", "k": 512}, "at most 32 values of 'instruction'"),
             ({"source": tasks(245), "samples": 4096}, "with 4,096 of each task, that is 244 tasks"),
         ):
             answer = await site.post("/v1/evals", body)

@@ -161,6 +161,30 @@ async def test_a_group_id_used_twice_in_one_call_stores_nothing(tmp_path: Path) 
         assert (group["size"], group["stats"]["members"]) == (3, 3)
 
 
+async def test_a_group_whose_members_id_is_taken_is_refused(tmp_path: Path) -> None:
+    """It was accepted, and never ended: the rollout is not its member."""
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        await site.submit("g-1")
+        taken = await site.post("/v1/groups", {"id": "g", "task": task(), "size": 2})
+        assert (taken.status, taken.code) == (409, "id_conflict") and "g-1" in taken.body["detail"]
+        assert (await site.get("/v1/groups/g")).status == 404
+
+
+async def test_a_rollout_with_the_id_of_a_spare_that_was_not_started_is_no_member(tmp_path: Path) -> None:
+    """It failed the group if its own task could not be done, and was listed with the members."""
+    impossible = task()
+    impossible["data"]["setup"] = ["exit 3"]
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        assert (await site.post("/v1/policies/default/pause", {})).body["state"] == "paused"
+        assert (await site.post("/v1/groups", {"id": "g", "task": task(), "size": 2})).status == 202
+        stranger = {"id": "g-2", "group": "g", "index": 2, "task": impossible}
+        assert (await site.post("/v1/rollouts", stranger)).status == 202
+        assert (await site.ended("g-2"))["failure"]["code"] == "setup_failed"
+        assert (await site.post("/v1/policies/default/resume", {"version": 1})).status == 200
+        group = await over(site, "g")
+        assert (group["state"], [one["rollout"] for one in group["members"]]) == ("complete", ["g-0", "g-1"])
+
+
 async def test_rollouts_that_only_name_an_ended_group_survive_a_restart(tmp_path: Path) -> None:
     async with scripted() as engine:
         async with open_site(tmp_path, engines=[engine_table(engine)]) as site:

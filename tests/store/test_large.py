@@ -45,7 +45,7 @@ async def bodies(store: SqliteStore) -> list[int]:
 
 async def test_a_group_larger_than_one_sqlite_text_is_read_completely(store: SqliteStore) -> None:
     await store.submit(members(large(), 40))
-    rollouts = await rollouts_of(store, "g")
+    rollouts = await rollouts_of(store, Group("g", "run", 40, started=40))
     assert [rollout.index for rollout in rollouts] == list(range(40))
     assert all(rollout.task == large() for rollout in rollouts)
 
@@ -113,6 +113,6 @@ async def test_tasks_of_an_older_store_are_still_read(tmp_path: Path) -> None:
         connection.execute("DELETE FROM bodies")
     connection.close()
     async with await SqliteStore.open(path) as store:
-        assert [one.task for one in await rollouts_of(store, "g")] == [large()] * 3
+        assert [one.task for one in await rollouts_of(store, Group("g", "run", 3, started=3))] == [large()] * 3
         assert (await store.get("g-1")).state is State.QUEUED
         await store.request_cancel("g-1", "enough")

@@ -36,7 +36,7 @@ class ActiveGroups:
         self.open: dict[str, OpenGroup] = {}
         self._keep = keep
         self._complete: dict[str, Group] = {}
-        self._over: dict[str, tuple[GroupState, int]] = {}  # ended early: state, and rollouts still running
+        self._over: dict[str, tuple[GroupState, set[str]]] = {}  # ended early: state, and rollouts still running
         self._touched: dict[str, None] = {}
 
     @property
@@ -64,13 +64,12 @@ class ActiveGroups:
                 return False
             self._touched[group_id] = None
             return True
-        if group_id not in self._over:
+        state, running = self._over.get(group_id, (GroupState.OPEN, set[str]()))
+        if rollout.id not in running:
             return False
-        state, remaining = self._over[group_id]
         self.draw_state.came_late(state, end_of(rollout).sampled_tokens)
-        if remaining > 1:
-            self._over[group_id] = state, remaining - 1
-        else:
+        running.discard(rollout.id)
+        if not running:
             del self._over[group_id]
         return True
 
@@ -186,5 +185,5 @@ class ActiveGroups:
         self.draw_state.ended(opened.id, state, group.stats, is_infra=is_infra, returns=returns)
         changes.groups[opened.id] = group
         if running:
-            self._over[opened.id] = state, len(running)
+            self._over[opened.id] = state, set(running)
             changes.cancels += running

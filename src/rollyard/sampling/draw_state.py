@@ -27,8 +27,9 @@ trainer skips versions or asks for fewer groups than before, groups that are the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 
 from rollyard.core import Batch, Draw, Group, GroupState, Json
 from rollyard.core.draw import DrawItem, OnStale, Surplus
@@ -255,8 +256,9 @@ class DrawState:
         time: what the caller reports of each (`delivered`) is in the figures of the batch that it closes."""
         most = self.config.budget.groups
         complete = [one for one in self.flying.values() if one.is_complete] if self.batch is not None else []
+        spare_places = cache(self._spare_places)  # the open groups stay the same meanwhile
         for one in sorted(complete, key=lambda one: one.order):
-            if self.batch is None or not self._may_go(one):
+            if self.batch is None or not self._may_go(one, spare_places):
                 break
             if most is not None and self.progress.figures.delivered >= most:
                 break
@@ -270,18 +272,25 @@ class DrawState:
             if self.batch.delivered >= self.batch.want:
                 self._close(None)
 
-    def _may_go(self, oldest: ActiveGroup) -> bool:
-        """Whether the open batch takes the oldest complete group now."""
-        batch = self.batch
-        assert batch is not None
-        if self.config.on_stale is OnStale.WAIT:
-            remaining = batch.want - batch.delivered - 1  # places after this one
-            for due in range(batch.version - self.config.max_staleness, oldest.version):
-                # `remaining` places are free before open groups of version `due` or older are too old.
-                if remaining < sum(one.version <= due and not one.is_complete for one in self.flying.values()):
-                    return False
-                remaining += batch.want
-        return True
+    def _may_go(self, oldest: ActiveGroup, spare_places: Callable[[int], int]) -> bool:
+        """Whether the open batch takes the oldest complete group now: what remains of it must suffice for open groups
+        of older versions."""
+        assert self.batch is not None
+        if self.config.on_stale is not OnStale.WAIT:
+            return True
+        return self.batch.want - self.batch.delivered - 1 + spare_places(oldest.version) >= 0
+
+    def _spare_places(self, version: int) -> int:
+        """Returns the least number of places, over the versions before this one, that remain when the open groups which
+        are too old after that version are delivered. Each version is expected to have a batch, of which the open one is
+        not counted."""
+        assert self.batch is not None
+        want, first_due = self.batch.want, self.batch.version - self.config.max_staleness
+        if first_due >= version:
+            return 0
+        older = sorted(one.version for one in self.flying.values() if not one.is_complete and one.version < version)
+        due = enumerate(older, 1)
+        return min((want * (max(one, first_due) - first_due) - count for count, one in due), default=0)
 
     def too_old(self) -> list[ActiveGroup]:
         """Returns groups too old for the open batch; the caller ends them as dropped. Empty under `deliver`."""

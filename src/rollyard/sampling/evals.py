@@ -41,6 +41,9 @@ MOST_SAMPLES = 1_000_000
 MOST_LABELS = 256
 """Limit on values of `by`: each has its own figures in the result."""
 
+MOST_FIGURES = 16_384
+"""Limit on k × values of `by`: so many pass@k, of about 100 bytes each, are stored and returned with the result."""
+
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
@@ -146,6 +149,12 @@ class Evals:
                 labels.add(label_of(task.data, plan.by))
                 if len(labels) > MOST_LABELS:
                     raise InvalidRequest(f"by: {plan.by!r} has more than {MOST_LABELS} values")
+                if len(labels) * plan.k > MOST_FIGURES:
+                    raise InvalidRequest(
+                        f"by: with pass@1 to pass@{plan.k}, at most {MOST_FIGURES // plan.k} values of {plan.by!r} can"
+                        " be reported, and there are more",
+                        remedy="Use a smaller k (samples may be larger), or another key.",
+                    )
 
         async with creating(self._store, eval_items(plan.id)):
             source = await copy_source(

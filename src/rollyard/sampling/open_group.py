@@ -34,7 +34,7 @@ class OpenGroup:
     def take(self, rollout: Rollout) -> bool:
         """Records the end of one of its rollouts. Returns False if it is known or not of this group: any rollout may
         name any group and any index in it."""
-        if rollout.index in self.ends or rollout.ending is None or rollout.id != self.group.rollout_id(rollout.index):
+        if rollout.index in self.ends or rollout.ending is None or not is_of(self.group, rollout):
             return False
         self.ends[rollout.index] = end_of(rollout)
         return True
@@ -90,6 +90,11 @@ class OpenGroup:
         return [self.group.rollout_id(index) for index in range(self.group.started) if index not in self.ends]
 
 
+def is_of(group: Group, rollout: Rollout) -> bool:
+    """Whether the group has started the rollout: any other may name it, with any index."""
+    return rollout.index < group.started and rollout.id == group.rollout_id(rollout.index)
+
+
 def check_members(task: Task, members: int) -> None:
     """Raises InvalidRequest for a group that is too large to be run and returned as one."""
     size = len(msgspec.json.encode(task))
@@ -100,22 +105,20 @@ def check_members(task: Task, members: int) -> None:
         )
 
 
-async def rollouts_of(store: Store, group_id: str) -> list[Rollout]:
-    """Returns all of a group's rollouts, by index, without those that only name it."""
+async def rollouts_of(store: Store, group: Group) -> list[Rollout]:
+    """Returns all of a group's rollouts, by index. Reads no others, of which any number may name it."""
     rollouts: list[Rollout] = []
-    after: str | None = None
-    while True:
-        page = await store.list(group=group_id, after=after, limit=PAGE)
-        rollouts += [one for one in page.rollouts if one.id == f"{group_id}-{one.index}"]
-        after = page.next_cursor
-        if after is None:
-            return sorted(rollouts, key=lambda rollout: rollout.index)
+    for start in range(0, group.started, PAGE):
+        indices = range(start, min(start + PAGE, group.started))
+        page = await store.get_many([group.rollout_id(index) for index in indices])
+        rollouts += [one for one in page if one.group == group.id and is_of(group, one)]
+    return rollouts
 
 
 async def catch_up(store: Store, opened: OpenGroup) -> None:
     """Reads from the store the rollouts of a group that an earlier process started. Ends that are reported while it
     reads are recorded once, too: register the group for these reports first."""
-    rollouts = await rollouts_of(store, opened.id)
+    rollouts = await rollouts_of(store, opened.group)
     if rollouts:
         opened.task = rollouts[0].task
     for rollout in rollouts:

@@ -416,7 +416,7 @@ class Store(Protocol):
         self, groups: Sequence[tuple[Group, Mapping[str, Json]]], submissions: Sequence[Submission]
     ) -> tuple[Sequence[Group], Sequence[Rollout]]:
         """Stores new groups, each with the body that idempotency compares, and their rollouts. Applied atomically; an
-        existing group with the same body is returned unchanged."""
+        existing group with the same body is returned unchanged. `IdConflict` if a new group's rollout exists."""
         ...
 
     async def step(self, step: Decision) -> Sequence[Rollout]:

@@ -61,6 +61,10 @@ async def a_group_is_stored_with_its_rollouts_once(open_store: Open) -> None:
         await raises(IdConflict, store.put_groups(both, members("other")))
         await raises(NotFound, store.get_group("other"))
         await raises(NotFound, store.get("other-0"))
+        stranger = Submission(Rollout("late-1", "run", Task("shell")), {"id": "late-1"})
+        await store.submit([stranger])
+        await raises(IdConflict, store.put_groups([(group("late"), {})], members("late")))
+        await raises(NotFound, store.get_group("late"))
     async with opened(open_store) as store:
         assert [one.id for one in await store.unfinished_groups()] == ["g"]
         assert (await store.get_group("g")).size == 2

@@ -31,6 +31,7 @@ from rollyard.service.schemas.group_pages import (
     draw_object,
     groups_page,
     load_group,
+    load_groups,
 )
 from rollyard.service.schemas.records import ARROW, JsonObject, reply
 from rollyard.service.schemas.requests import InRun, RunQuery, WaitS, parse_number, read_body
@@ -155,7 +156,8 @@ async def get_batch(request: Request, draw_id: str, number: Count, query: Annota
 @router.get("/{draw_id}/groups", response_class=Response)
 async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuery, Query()]) -> Response:
     """Returns delivered groups in order, with their traces: as JSON, as Arrow (`Accept:
-    application/vnd.apache.arrow.stream`), or without traces as a stream of events (`Accept: text/event-stream`)."""
+    application/vnd.apache.arrow.stream`), or without traces as a stream of events (`Accept: text/event-stream`). A page
+    may have fewer groups than `limit`."""
     app_state = app_state_of(request)
     runner = await _runner(request, draw_id, query.run)
     accept = request.headers.get("accept", "")
@@ -173,8 +175,8 @@ async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuer
     groups, batch = page or await _look(app_state, runner, after, query)
     app_state.require_still(caller_of(request), runner.run.id)
     with_traces = query.include == "traces"
-    loaded = [await load_group(app_state.store, group, with_traces=with_traces) for group in groups]
-    last = groups[-1].place if groups else None
+    loaded = await load_groups(app_state.store, groups, with_traces=with_traces)
+    last = loaded[-1].group.place if loaded else None
     next_cursor = cursor(after if last is None else last)
     if ARROW in accept:
         return Response(await asyncio.to_thread(_arrow_page, loaded, next_cursor, batch), media_type=ARROW)

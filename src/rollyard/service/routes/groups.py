@@ -101,7 +101,7 @@ async def get_group(request: Request, group_id: str, query: Annotated[GroupQuery
     if group is None:
         group = await app_state.store.get_group(key)
     app_state.require_still(caller_of(request), group.run)
-    return reply(group_object(group, await rollouts_of(app_state.store, group.id)))
+    return reply(group_object(group, await rollouts_of(app_state.store, group)))
 
 
 @router.delete("/groups/{group_id}", status_code=202)

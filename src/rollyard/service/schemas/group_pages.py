@@ -21,6 +21,12 @@ from rollyard.store.base import Store
 
 AT_ONCE = 16  # trajectories that are read concurrently
 
+MOST_TOKENS = 4_000_000
+"""Of one page, or those of one group if that has more: about 60 MB as Arrow, 160 MB as JSON."""
+
+RECORD_TOKENS = 100
+"""A rollout's record is as large as so many tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedGroup:
@@ -32,7 +38,7 @@ class LoadedGroup:
 
 
 async def load_group(store: Store, group: Group, *, with_traces: bool) -> LoadedGroup:
-    rollouts = await rollouts_of(store, group.id)
+    rollouts = await rollouts_of(store, group)
     trajectories: dict[str, Trajectory] = {}
     if with_traces:
         member_ids = [rollout.id for rollout in rollouts if rollout.index in group.members]
@@ -41,6 +47,24 @@ async def load_group(store: Store, group: Group, *, with_traces: bool) -> Loaded
             loaded = await asyncio.gather(*map(store.trajectory, ids))
             trajectories |= {id: one for id, one in zip(ids, loaded, strict=True) if one is not None}
     return LoadedGroup(group, tuple(rollouts), trajectories)
+
+
+async def load_groups(store: Store, groups: Sequence[Group], *, with_traces: bool) -> list[LoadedGroup]:
+    """Returns the first of these groups, as many as fit on a page."""
+    loaded: list[LoadedGroup] = []
+    tokens = 0
+    for group in groups:
+        one = await load_group(store, group, with_traces=with_traces)
+        tokens += _tokens_of(one)
+        if loaded and tokens > MOST_TOKENS:
+            break
+        loaded.append(one)
+    return loaded
+
+
+def _tokens_of(loaded: LoadedGroup) -> int:
+    traces = (trace for trajectory in loaded.trajectories.values() for trace in trajectory.traces)
+    return sum(len(trace.token_ids) for trace in traces) + RECORD_TOKENS * len(loaded.rollouts)
 
 
 def cursor(place: int) -> str:

@@ -79,20 +79,19 @@ def _put_group(connection: Connection, group: Group, record: str, digest: str = 
 def put_groups(
     connection: Connection, groups: Sequence[tuple[Group, str, str]], rows: Sequence[writes.NewRow]
 ) -> Steps[tuple[list[str], list[Any]]]:
-    """Stores new groups with their rollouts; an existing group with the same body is unchanged. Returns the records."""
-    records: list[str] = []
+    """Stores new groups with their rollouts; an existing group with the same body is unchanged. Returns the records.
+    `IdConflict` if a rollout of a new group exists: it would never be reported as a member."""
+    records, created = list[str](), set[str]()
     for group, record, digest in groups:
         existing = connection.execute("SELECT digest, record FROM groups WHERE id = ?", (group.id,)).fetchone()
         if existing is None:
             _put_group(connection, group, record, digest)
+            created.add(group.id)
         elif existing[0] != digest:
             raise IdConflict(f"group {group.id!r} already exists, with another body")
         records.append(record if existing is None else existing[1])
         yield
-    dialect = connection.dialect
-    among, ids = dialect.among.format("id"), dialect.listed([new.rollout.id for new in rows])
-    existing_ids = {row[0] for row in connection.execute(f"SELECT id FROM rollouts WHERE {among}", (ids,)).fetchall()}
-    stored = yield from writes.submit(connection, [new for new in rows if new.rollout.id not in existing_ids])
+    stored = yield from writes.submit(connection, [new for new in rows if new.rollout.group in created])
     return records, stored
 
 
