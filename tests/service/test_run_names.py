@@ -148,13 +148,13 @@ async def test_the_events_of_a_deleted_run_are_not_those_of_a_later_run_of_that_
 async def test_a_group_of_a_deleted_run_is_not_written_into_a_later_run_of_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_look, look = asyncio.Event(), Groups._look  # pyright: ignore[reportPrivateUsage]
+    may_look, look = asyncio.Event(), Groups._apply_ends  # pyright: ignore[reportPrivateUsage]
 
     async def late(self: Groups, opened: OpenGroup) -> None:
         await may_look.wait()
         await look(self, opened)
 
-    monkeypatch.setattr(Groups, "_look", late)
+    monkeypatch.setattr(Groups, "_apply_ends", late)
     async with open_site(tmp_path) as site:
         await site.hold()
         assert (await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status == 201
@@ -175,13 +175,13 @@ async def test_a_call_that_waits_gets_nothing_of_a_later_run_of_that_name(
     waiting: list[str] = []
     events, following = EventLog.events, Notifier.next
 
-    def reported_events(self: EventLog, after: str | None = None) -> Any:
+    def reported_events(*arguments: Any) -> Any:
         waiting.append("events")
-        return events(self, after)
+        return events(*arguments)
 
-    def reported_next(self: Notifier) -> Any:
+    def reported_next(*arguments: Any) -> Any:
         waiting.append("group")
-        return following(self)
+        return following(*arguments)
 
     monkeypatch.setattr(EventLog, "events", reported_events)
     monkeypatch.setattr(Notifier, "next", reported_next)
@@ -205,6 +205,21 @@ async def test_a_call_that_waits_gets_nothing_of_a_later_run_of_that_name(
         for name in ("x-0", "g-0"):
             assert (await site.delete(f"/v1/rollouts/{name}?run=name", token=OTHER)).status == 202
         assert [answer.status for answer in await asyncio.gather(*calls)] == [404, 404]
+
+
+async def test_a_call_that_waits_for_a_group_ends_with_the_deletion_of_its_run(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        assert (await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status == 201
+        group = {"id": "g", "run": "name", "task": task(), "size": 1}
+        assert (await site.post("/v1/groups", group, token=TRAINER)).status == 202
+        waiting = asyncio.create_task(site.get("/v1/groups/g?run=name&wait_s=300", token=TRAINER))
+        notifier = site.served.app_state.sampler.groups.notifier
+        async with asyncio.timeout(60):
+            while not notifier._next:  # pyright: ignore[reportPrivateUsage]
+                await asyncio.sleep(0.02)
+            await site.delete_run("name", TRAINER)
+            assert (await waiting).status == 404
 
 
 async def test_a_late_score_is_not_appended_to_a_rollout_of_a_later_run_of_that_name(

@@ -43,3 +43,8 @@ class Notifier:
         future = self._next.pop(key, None)
         if future is not None and not future.done():
             future.set_result(None)
+
+    def ring_all(self) -> None:
+        """Wakes all tasks that wait, whatever their key."""
+        for key in list(self._next):
+            self.ring(key)

@@ -172,8 +172,8 @@ class Sampler:
 
     async def _forget_run(self, run_id: str) -> None:
         self._drop_draws(run_id)  # one may have been read again during the deletion
-        self.groups.notifier.ring()
-        self.evals.notifier.ring()
+        self.groups.notifier.ring_all()
+        self.evals.notifier.ring_all()
 
     def _drop_draws(self, run_id: str) -> None:
         for runner in [*self._draws.values(), *self._unloaded.values()]:
