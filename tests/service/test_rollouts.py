@@ -249,6 +249,23 @@ async def test_events_report_each_change_and_can_be_resumed(tmp_path: Path) -> N
             assert (await frames(reply, 1))[0]["event"] == "gap"
 
 
+async def test_a_stream_of_events_ends_with_its_token(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        rotated, revoked = [(await site.post("/v1/tokens", {"access": "reader"})).body for _ in range(2)]
+        for number, token in enumerate((rotated, revoked)):
+            headers = {"Authorization": f"Bearer {token['token']}"}
+            async with asyncio.timeout(90), site.http.get(f"{site.url}/v1/events", headers=headers) as reply:
+                await site.submit(f"before-{number}")
+                assert (await frames(reply, 1))[0]["rollout"] == f"before-{number}"
+                if token is rotated:
+                    assert (await site.post(f"/v1/tokens/{token['id']}/rotate", {})).status == 200
+                else:
+                    assert (await site.delete(f"/v1/tokens/{token['id']}")).status == 204
+                await site.submit(f"after-{number}")
+                assert b"data:" not in await reply.content.read()
+
+
 async def test_a_tenants_events_include_runs_that_it_creates_later_and_no_others(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await site.hold()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -86,6 +86,19 @@ class AppState:
     def reads_still(self, caller: Caller, run_id: str) -> bool:
         run = self.pipeline.run_of(run_id)
         return run is not None and caller.reads(run)
+
+    def admission(self, request: Request) -> Callable[[], bool]:
+        """Returns a function: whether the request would still be admitted. False once its token has been revoked or
+        rotated or has expired, or its sign-in has ended. For responses without an end."""
+        caller, login = caller_of(request), request.scope.get("rollyard.login")
+        token = self.tokens.named(caller.name)
+
+        def is_admitted() -> bool:
+            now = self.tokens.named(caller.name)
+            is_same = now is not None and token is not None and now.digest == token.digest
+            return is_same and (login is None or self.logins.is_open(login))
+
+        return is_admitted
 
     def readable(self, caller: Caller) -> list[Run]:
         """All runs that the caller may read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -24,12 +24,16 @@ def frame(kind: str, data: object, id: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """A streaming response of `frames`. It ends when they do, when the client disconnects, or when `closing` is set."""
+    """A streaming response of `frames`. It ends when they do, when the client disconnects, when `closing` is set, or
+    before the first frame that is not admitted any more."""
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], closing: asyncio.Event) -> None:
+    def __init__(
+        self, frames: AsyncGenerator[bytes, None], closing: asyncio.Event, *, is_admitted: Callable[[], bool]
+    ) -> None:
         super().__init__(media_type=MEDIA_TYPE, headers={"cache-control": "no-store"})
         self._frames = frames
         self._closing = closing
+        self._is_admitted = is_admitted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
@@ -52,11 +56,15 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> None:
         async with aclosing(self._frames) as frames:
             async for data in frames:
+                if not self._is_admitted():
+                    return
                 await _send(send, data)
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
             await asyncio.sleep(KEEP_ALIVE_S)
+            if not self._is_admitted():
+                return
             await _send(send, b": still here\n\n")
 
 

@@ -164,7 +164,8 @@ async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuer
     if sse.MEDIA_TYPE in accept:
         after = query.after or request.headers.get("last-event-id")
         frames = _frames(app_state, runner, parse_place(after), query)
-        return sse.EventStream(_of_run(request, runner.run.id, frames), app_state.closing)
+        of_run = _of_run(request, runner.run.id, frames)
+        return sse.EventStream(of_run, app_state.closing, is_admitted=app_state.admission(request))
     after = parse_place(query.after)
     wait_s = app_state.wait_s(query.wait_s)
     page = (

@@ -39,7 +39,8 @@ async def events(request: Request, query: Annotated[EventsQuery, Query()]) -> Re
     run = None if query.run is None else (await app_state.run(caller, query.run)).id
     # Read now, so that events between the headers and the first frame are not missed.
     after = query.after or request.headers.get("last-event-id") or app_state.pipeline.event_log.last_id
-    return EventStream(_frames(app_state, caller, after, run), app_state.closing)
+    frames = _frames(app_state, caller, after, run)
+    return EventStream(frames, app_state.closing, is_admitted=app_state.admission(request))
 
 
 async def _frames(app_state: AppState, caller: Caller, after: str, run: str | None) -> AsyncGenerator[bytes, None]:

@@ -122,6 +122,10 @@ class Logins:
         """Signs out."""
         self._records.pop(record.digest, None)
 
+    def is_open(self, record: LoginRecord) -> bool:
+        """Whether that sign-in has neither expired nor been signed out."""
+        return record.digest in self._records and record.expires_at > time.time()
+
     def find(self, cookie: str | None, page_key: str) -> tuple[Caller, LoginRecord]:
         """Returns the caller of a sign-in. Raises `Unauthorized` if it is unknown or has ended."""
         if cookie is None:
