@@ -118,21 +118,21 @@ def reference(world: World, enough: Enough, *, is_overlapped: bool = False) -> T
     it = _BaselinePolicy(world)
     while not enough(it.tally):
         batch: list[StartedGroup] = []
-        flying: dict[int, StartedGroup] = {}
+        in_flight: dict[int, StartedGroup] = {}
         while len(batch) < world.want:
             while it.pipeline.free and not it.pipeline.queued:
                 started = it.begin()
-                flying[id(started)] = started
+                in_flight[id(started)] = started
             ended = it.next()
             if ended is None or ended.started.left:
                 continue
-            started = flying.pop(id(ended.started))
+            started = in_flight.pop(id(ended.started))
             if started.script.has_signal:
                 batch.append(started)
             else:
                 it.end(started, "filtered")
-        it.pipeline.cancel(*flying.values())
-        for started in flying.values():
+        it.pipeline.cancel(*in_flight.values())
+        for started in in_flight.values():
             it.end(started, "thrown")
             it.progress.returned.append(replace(started.item, turn=started.item.turn + 1))
         it.wait_for_trainer()

@@ -37,7 +37,7 @@ class Driven:
         self.want = want
         self.draw_state = DrawState(Draw("d", "r", config), TaskOrder(config, config.source.size))
         self.groups: dict[str, Group] = {}
-        self.flying: dict[str, ActiveGroup] = {}  # all that ever existed
+        self.in_flight: dict[str, ActiveGroup] = {}  # all that ever existed
         self.batches: list[Batch] = []  # closed
         self.infra = Counter[tuple[int, int]]()
 
@@ -67,7 +67,7 @@ class Driven:
         self.settle()
 
     def fail(self, group_id: str, *, is_infra: bool) -> None:
-        one = self.flying[group_id]
+        one = self.in_flight[group_id]
         self.infra[one.item.epoch, one.item.index] += is_infra
         self._end(group_id, GroupState.FAILED, is_infra=is_infra)
         self.settle()
@@ -101,14 +101,14 @@ class Driven:
             for one in draw_state.surplus():
                 self._end(one.id, GroupState.CANCELLED, returns=True)
             if draw_state.check_end() is not None:
-                for group_id in list(draw_state.flying):
+                for group_id in list(draw_state.in_flight):
                     self._end(group_id, GroupState.CANCELLED)
             self.batches += draw_state.closed
             draw_state.closed.clear()
             admitted = draw_state.admit()
             for one in admitted:
-                assert one.id not in self.flying, "a name is used once"
-                self.flying[one.id] = one
+                assert one.id not in self.in_flight, "a name is used once"
+                self.in_flight[one.id] = one
                 self.groups[one.id] = Group(
                     one.id, "r", self.config.group_size, admitted_version=one.version, order=one.order,
                     epoch=one.item.epoch, item=one.item.index, tries=one.item.tries, turn=one.item.turn,
@@ -152,7 +152,7 @@ class Driven:
         for state in ENDS:
             assert getattr(figures, state.value) == states[state], state
         assert draw_state.open_count == states[GroupState.OPEN]
-        assert set(draw_state.flying) == {*self.open(), *(group.id for group in self.of(GroupState.COMPLETE))}
+        assert set(draw_state.in_flight) == {*self.open(), *(group.id for group in self.of(GroupState.COMPLETE))}
         assert figures.tokens_delivered == 10 * self.config.group_size * states[GroupState.DELIVERED]
         self._check_items()
         self._check_batches()
@@ -160,7 +160,7 @@ class Driven:
             waits_for_push = draw_state.order.is_growing and not draw_state.order.has_more(draw_state.progress)
             assert draw_state.open_count or waits_for_push, "a batch is open and no group is running"
         if not draw_state.draw.is_active:
-            assert not draw_state.flying and draw_state.batch is None
+            assert not draw_state.in_flight and draw_state.batch is None
 
     def _check_items(self) -> None:
         """A task is used once per epoch and runs once at a time; it is repeated at most twice after infrastructure

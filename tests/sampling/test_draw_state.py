@@ -71,7 +71,7 @@ class AnyDraw(RuleBasedStateMachine):
     def teardown(self):
         """In every case the trainer continues, groups end, and every group that existed has an end."""
         there = {*self.it.open(), *(group.id for group in self.it.of(GroupState.COMPLETE))}
-        while self.it.draw_state.draw.is_active and there & set(self.it.draw_state.flying):
+        while self.it.draw_state.draw.is_active and there & set(self.it.draw_state.in_flight):
             if self.it.draw_state.batch is None:
                 self.it.ask()
             else:
@@ -116,8 +116,8 @@ def test_a_task_is_repeated_twice_after_infrastructure_failures_and_never_after_
     for turn in range(1, MOST_TRIES + 1):
         it.fail(it.open()[0], is_infra=True)
         (again,) = it.open()
-        one = it.flying[again]
-        assert (one.item.index, one.item.tries, one.item.turn) == (it.flying[unlucky].item.index, turn, turn)
+        one = it.in_flight[again]
+        assert (one.item.index, one.item.tries, one.item.turn) == (it.in_flight[unlucky].item.index, turn, turn)
     it.fail(it.open()[0], is_infra=True)
     figures = it.draw_state.progress.figures
     assert (figures.failed, figures.returned, it.draw_state.draw.reason) == (4, MOST_TRIES, "exhausted")
@@ -187,8 +187,8 @@ def test_surplus_cancel_ends_unfinished_groups_and_returns_their_tasks():
         it.end(name)
     assert not it.open() and {group.id for group in it.of(GroupState.CANCELLED)} == set(cancelled)
     it.ask()
-    again = [it.flying[name].item for name in it.open()][: len(cancelled)]
-    assert [(item.index, item.turn) for item in again] == [(it.flying[name].item.index, 1) for name in cancelled]
+    again = [it.in_flight[name].item for name in it.open()][: len(cancelled)]
+    assert [(item.index, item.turn) for item in again] == [(it.in_flight[name].item.index, 1) for name in cancelled]
 
 
 def test_unfinished_groups_are_carried_over_to_the_next_batch():
@@ -247,14 +247,14 @@ def test_a_group_waits_while_older_ones_need_its_place(
     """Compared with one step for each version, which took a million of them at the largest staleness."""
     config = config_of(on_stale=OnStale.WAIT, max_staleness=staleness)
     batch = Batch("d", 1, want, version, 0, delivered=data.draw(st.integers(0, want - 1)))
-    flying = [ActiveGroup(str(order), order, DrawItem(0, order), *one) for order, one in enumerate(groups)]
-    draw_state = DrawState(Draw("d", "r", config), TaskOrder(config, 100), batch, flying)
+    in_flight = [ActiveGroup(str(order), order, DrawItem(0, order), *one) for order, one in enumerate(groups)]
+    draw_state = DrawState(Draw("d", "r", config), TaskOrder(config, 100), batch, in_flight)
     oldest = ActiveGroup("oldest", 0, DrawItem(0, 0), data.draw(st.integers(0, 6)), is_complete=True)
 
     def may_go() -> bool:
         remaining = want - batch.delivered - 1
         for due in range(version - staleness, oldest.version):
-            if remaining < sum(one.version <= due and not one.is_complete for one in flying):
+            if remaining < sum(one.version <= due and not one.is_complete for one in in_flight):
                 return False
             remaining += want
         return True
@@ -273,7 +273,7 @@ def test_the_largest_staleness_costs_no_more_steps():
 
     it = Driven(config_of(on_stale=OnStale.WAIT, max_staleness=1_000_000, max_groups_in_flight=4), want=2)
     it.draw_state.set_version(1_000_000)
-    it.draw_state.flying = Counted()
+    it.draw_state.in_flight = Counted()
     it.ask()
     for group_id in it.open()[1:3]:
         it.end(group_id)
@@ -304,7 +304,7 @@ def test_a_draw_continues_from_its_stored_state():
         Draw("d", "r", it.config, progress=before.progress),
         TaskOrder(it.config, 20),
         before.batch,
-        list(before.flying.values()),
+        list(before.in_flight.values()),
     )
     assert taken_up.open_count == before.open_count and taken_up.batch == before.batch
     it.draw_state = taken_up

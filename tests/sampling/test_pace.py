@@ -118,7 +118,7 @@ def test_skipped_versions_drop_old_groups_under_wait_and_drop_but_not_under_deli
         it.end(it.open()[0])
         for _ in range(3):
             it.raise_version()
-        old = len([name for name in it.open() if it.flying[name].version < 2])
+        old = len([name for name in it.open() if it.in_flight[name].version < 2])
         it.ask()
         assert it.draw_state.progress.figures.dropped == (old if dropped else 0)
         assert bool(old)
@@ -144,7 +144,7 @@ def test_fast_failures_do_not_make_a_draw_start_a_thousand_groups():
     it = Driven(config_of(10_000, max_staleness=1, patience=10_000), want=32)
     it.ask()
     for _ in range(100):
-        fast = [name for name in it.open() if it.flying[name].item.index % 2]
+        fast = [name for name in it.open() if it.in_flight[name].item.index % 2]
         if not fast:
             break
         it.end(fast[0], is_accepted=False)
@@ -195,16 +195,16 @@ def test_starting_and_delivering_a_huge_batch_is_not_quadratic(on_stale: OnStale
             return super().values()
 
     it = Driven(config_of(3000, on_stale=on_stale, max_staleness=max_staleness), want=500)
-    it.draw_state.flying = flying = Counted()
+    it.draw_state.in_flight = in_flight = Counted()
     it.draw_state.set_version(5)
     it.draw_state.ask(500)
     admitted = it.draw_state.admit()
-    assert len(admitted) == 500 * (max_staleness + 1) and flying.looks < 10
+    assert len(admitted) == 500 * (max_staleness + 1) and in_flight.looks < 10
     for one in admitted:
         it.draw_state.ended(one.id, GroupState.COMPLETE, GroupStats())
-    flying.looks = 0
+    in_flight.looks = 0
     assert [handed.id for handed in it.draw_state.hand_out()] == [one.id for one in admitted[:500]]
-    assert flying.looks < 10
+    assert in_flight.looks < 10
 
 
 def test_max_staleness_0_alone_does_not_make_a_trainer_take_turns():

@@ -89,7 +89,7 @@ async def test_a_filter_that_raises_ends_the_draw_and_is_named(tmp_path: Path, m
         batch = await closed(site, 1)
         assert (batch["reason"], batch["is_last"]) == ("internal_error", True)
         assert "'broken'" in (await ended(site))["detail"]
-        assert not runner.draw_state.flying
+        assert not runner.draw_state.in_flight
 
 
 async def test_a_filter_that_raises_during_a_request_ends_the_draw_too(tmp_path: Path, monkeypatch: Any) -> None:

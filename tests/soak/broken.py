@@ -60,8 +60,8 @@ DEFECTS = (
         "groups",
         "a restart loses the groups of a draw that were in flight",
         "sampling/draw_runner.py",
-        "flying = [active_groups.adopt(group) for group in groups]",
-        "flying = []",
+        "in_flight = [active_groups.adopt(group) for group in groups]",
+        "in_flight = []",
         "tests/acceptance/test_draw_kill.py::test_batches_survive_kills_of_service_and_trainer[deliver]",
     ),
     Defect(

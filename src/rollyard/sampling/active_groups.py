@@ -149,7 +149,7 @@ class ActiveGroups:
         changes.groups[one.id] = group
 
     def end_all(self, changes: GroupChanges) -> None:
-        for one in list(self.draw_state.flying.values()):
+        for one in list(self.draw_state.in_flight.values()):
             self.end(one, GroupState.CANCELLED, self.draw_state.draw.reason or "closed", changes)
 
     def rewind(

@@ -106,13 +106,13 @@ class DrawRunner:
         """Takes over what an earlier process left. Calls of clients wait for it."""
         async with self._lock:
             draw, active_groups = self.draw, self._active_groups
-            flying = [active_groups.adopt(group) for group in groups]
+            in_flight = [active_groups.adopt(group) for group in groups]
             for opened in list(active_groups.open.values()):
                 await catch_up(self._store, opened)
             grown = await self._store.count_items(draw.id) if draw.config.source.size is None else 0
             batch = await self._store.get_batch(draw.id, draw.progress.batch) if draw.progress.batch else None
             active_groups.draw_state = DrawState(
-                draw, TaskOrder(draw.config, draw.config.source.size, grown), batch, flying
+                draw, TaskOrder(draw.config, draw.config.source.size, grown), batch, in_flight
             )
         self.wake()
 

@@ -78,17 +78,17 @@ class DrawState:
     """The state and decisions of one draw. It owns `draw.progress` and updates it with every decision."""
 
     def __init__(
-        self, draw: Draw, order: TaskOrder, batch: Batch | None = None, flying: Iterable[ActiveGroup] = ()
+        self, draw: Draw, order: TaskOrder, batch: Batch | None = None, in_flight: Iterable[ActiveGroup] = ()
     ) -> None:
         self.draw = draw
         self.config = draw.config
         self.progress = draw.progress
         self.order = order
         self.batch = batch if batch is not None and batch.is_open else None
-        self.flying: dict[str, ActiveGroup] = {one.id: one for one in flying}
+        self.in_flight: dict[str, ActiveGroup] = {one.id: one for one in in_flight}
         self.closed: list[Batch] = []  # since the caller last cleared it
         self.elapsed_s = 0.0  # since the draw was created; set by the caller
-        self._open = sum(not one.is_complete for one in self.flying.values())
+        self._open = sum(not one.is_complete for one in self.in_flight.values())
 
     # --- facts ----------------------------------------------------------------------------------------
 
@@ -112,17 +112,17 @@ class DrawState:
         """Records that a group is over, or complete (kept). The task of a group that failed because of infrastructure
         is repeated, at most twice, and so is that of a group that the draw itself ended (`returns`); any other task is
         used up for its epoch."""
-        one = self.flying[group_id]
+        one = self.in_flight[group_id]
         figures, progress = self.progress.figures, self.progress
         if not one.is_complete:
             self._open -= 1
             figures.tokens_sampled += stats.sampled_tokens
             figures.infra_rollouts += stats.infra_failures
         if state is GroupState.COMPLETE:
-            self.flying[group_id] = replace(one, is_complete=True)
+            self.in_flight[group_id] = replace(one, is_complete=True)
             self._judged(is_accepted=True)
             return
-        del self.flying[group_id]
+        del self.in_flight[group_id]
         if state is GroupState.FILTERED:
             figures.filtered += 1
             figures.tokens_filtered += stats.sampled_tokens
@@ -205,7 +205,7 @@ class DrawState:
             progress.order += 1
             name = f"{self.draw.id}.{item.epoch}.{item.index}.{item.turn}"
             one = ActiveGroup(name, progress.order, item, progress.version)
-            self.flying[name] = one
+            self.in_flight[name] = one
             self._open += 1
             progress.figures.admitted += 1
             progress.figures.rollouts += self.config.group_size
@@ -238,8 +238,8 @@ class DrawState:
     def _ahead(self, counted: int) -> float:
         """Groups that are expected to be delivered before one that is started now."""
         if self.config.on_stale is OnStale.WAIT:
-            return len(self.flying)
-        return len(self.flying) - self._open + counted * self._likely_rate
+            return len(self.in_flight)
+        return len(self.in_flight) - self._open + counted * self._likely_rate
 
     def _counted(self) -> int:
         """Open groups that count as ahead of a new one. Under `deliver`, an open group is late if half a batch of those
@@ -247,7 +247,7 @@ class DrawState:
         it does not count. It is still delivered when it is complete."""
         if self.config.on_stale is not OnStale.DELIVER:
             return self._open
-        orders = sorted((one.order for one in self.flying.values() if not one.is_complete), reverse=True)
+        orders = sorted((one.order for one in self.in_flight.values() if not one.is_complete), reverse=True)
         most = max(1, self.progress.want // 2)
         return sum(self.progress.order - order - newer < most for newer, order in enumerate(orders))
 
@@ -255,7 +255,7 @@ class DrawState:
         """Yields complete groups that go into the open batch now, and closes the batch when it is full. Yields one at a
         time: what the caller reports of each (`delivered`) is in the figures of the batch that it closes."""
         most = self.config.budget.groups
-        complete = [one for one in self.flying.values() if one.is_complete] if self.batch is not None else []
+        complete = [one for one in self.in_flight.values() if one.is_complete] if self.batch is not None else []
         spare_places = cache(self._spare_places)  # the open groups stay the same meanwhile
         for one in sorted(complete, key=lambda one: one.order):
             if self.batch is None or not self._may_go(one, spare_places):
@@ -263,7 +263,7 @@ class DrawState:
             if most is not None and self.progress.figures.delivered >= most:
                 break
             batch, progress = self.batch, self.progress
-            del self.flying[one.id]
+            del self.in_flight[one.id]
             progress.place += 1
             progress.handed += 1
             progress.figures.delivered += 1
@@ -288,7 +288,7 @@ class DrawState:
         want, first_due = self.batch.want, self.batch.version - self.config.max_staleness
         if first_due >= version:
             return 0
-        older = sorted(one.version for one in self.flying.values() if not one.is_complete and one.version < version)
+        older = sorted(one.version for one in self.in_flight.values() if not one.is_complete and one.version < version)
         due = enumerate(older, 1)
         return min((want * (max(one, first_due) - first_due) - count for count, one in due), default=0)
 
@@ -297,13 +297,13 @@ class DrawState:
         if self.batch is None or self.config.on_stale is OnStale.DELIVER:
             return []
         oldest = self.batch.version - self.config.max_staleness
-        return [one for one in self.flying.values() if one.version < oldest]
+        return [one for one in self.in_flight.values() if one.version < oldest]
 
     def surplus(self) -> list[ActiveGroup]:
         """Returns the groups to cancel while no batch is open."""
         if self.batch is not None or self.config.surplus is not Surplus.CANCEL:
             return []
-        return [one for one in self.flying.values() if not one.is_complete]
+        return [one for one in self.in_flight.values() if not one.is_complete]
 
     def delivered(self, group: Group) -> None:
         """Counts a delivered group."""
@@ -328,7 +328,7 @@ class DrawState:
                 progress.figures.tokens_delivered -= group.stats.sampled_tokens if group.stats else 0
                 progress.figures.stale -= (group.staleness or 0) > self.config.max_staleness
                 item = DrawItem(group.epoch, group.item, group.tries, group.turn)
-                self.flying[group.id] = ActiveGroup(
+                self.in_flight[group.id] = ActiveGroup(
                     group.id, group.order, item, group.admitted_version, is_complete=True
                 )
             if group.newest_version > version or (group.place is not None and group.place <= acked_place):
@@ -360,7 +360,7 @@ class DrawState:
         progress, spent = self.progress, self._spent()
         if spent is not None and spent.startswith(("budget.groups", "budget.batches")):
             self.end("budget", spent)
-        elif self.flying:
+        elif self.in_flight:
             return None
         elif spent is not None:
             self.end("budget", spent)

@@ -243,7 +243,7 @@ class Sampler:
                 "run": runner.draw.run,
                 "batch": runner.draw.progress.batch,
                 "open": runner.draw_state.open_count,
-                "complete": len(runner.draw_state.flying) - runner.draw_state.open_count,
+                "complete": len(runner.draw_state.in_flight) - runner.draw_state.open_count,
                 "keep_rate": round(runner.draw_state.keep_rate, 4),
             }
             for runner in self._draws.values()
