@@ -11,6 +11,7 @@ from rollyard.core import Outcome, Rollout, Run, State
 from rollyard.core.access import Quota
 from rollyard.core.failure import InvalidRequest, QuotaExceeded, UnknownAgent
 from rollyard.engines import RouterSettings
+from rollyard.pipeline import rescoring
 from rollyard.pipeline.attempts.runner import StageRunner
 from rollyard.testing.script import Reply
 from tests.pipeline.site import SETTINGS, Site, finish, open_site, says, shell, shell_task
@@ -45,6 +46,16 @@ async def test_a_rollout_is_rescored_after_its_agent_was_uninstalled(tmp_path: P
         monkeypatch.setattr(site.pipeline.resources.agents, "get", uninstalled)
         again = await site.pipeline.rescore(rollout.id)
         assert [score["reward"] for score in again.scores] == [1.0]
+
+
+async def test_a_rollout_has_a_bounded_number_of_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rescoring, "MOST_SCORES", 1)
+    async with open_site(tmp_path, DO_IT) as site:
+        rollout = await site.rolled(shell_task())
+        await site.pipeline.rescore(rollout.id)
+        with pytest.raises(InvalidRequest, match="1 times"):
+            await site.pipeline.rescore(rollout.id)
+        assert len((await site.store.get(rollout.id)).scores) == 1
 
 
 async def test_the_lease_of_a_rescoring_sandbox_is_renewed(tmp_path: Path):

@@ -28,6 +28,9 @@ from rollyard.pipeline.base import AttemptHost
 from rollyard.pipeline.scheduler import Scheduler
 from rollyard.store.base import QueuedRow
 
+MOST_SCORES = 100
+"""Later scores of one rollout: each is kept in its record, which every listing reads."""
+
 
 class RescoringHost(AttemptHost, Protocol):
     """What `Rescoring` uses of the pipeline."""
@@ -75,6 +78,8 @@ class Rescoring:
         rollout = await pipeline.store.get(rollout_id)
         if rollout.state is not State.ENDED:
             raise InvalidRequest(f"rollout {rollout.id} has not ended yet")
+        if len(rollout.scores) >= MOST_SCORES:
+            raise InvalidRequest(f"rollout {rollout.id} has been rescored {MOST_SCORES} times, which is the limit")
         run = await pipeline.store.get_run(rollout.run)
         async with self._slot(rollout, run):
             trajectory, score = await self._score(rollout, run)
