@@ -24,6 +24,9 @@ POLL_S = 0.02
 _ENGINES = ("/containers/", "/docker/")
 """Parts of the mount points of container engines, which are counted only for the runtime `oci`."""
 
+_TEMPORARY = ("/tmp/", "/var/tmp/", "/dev/shm/")
+"""Mounts below these belong to other programs, unless they are below the parent of the counted root."""
+
 
 @contextlib.contextmanager
 def adopting() -> Generator[None, None, None]:
@@ -105,7 +108,8 @@ class Census:
     def _mounts(self) -> Generator[str, None, None]:
         for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
             number, *_, point = line.split()[:5]
-            if self._is_oci or not any(name in point for name in _ENGINES):
+            is_others = point.startswith(_TEMPORARY) and not point.startswith(f"{self._root.parent}/")
+            if not is_others and (self._is_oci or not any(name in point for name in _ENGINES)):
                 yield f"{number} {point}"
 
     def _folders(self) -> Generator[str, None, None]:

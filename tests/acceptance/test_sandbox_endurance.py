@@ -5,6 +5,7 @@ tests that their census finds a survivor.
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -102,3 +103,18 @@ async def test_the_census_finds_folders_and_descriptors(tmp_path: Path):
     os.close(writer)
     assert (more["folders"], more["descriptors"]) == (2, 2)
     assert more["processes"] == more["cgroups"] == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_mounts_of_other_programs_in_temporary_folders_are_not_counted(tmp_path: Path):
+    place, other = tmp_path / "place", tmp_path / "other"
+    own = place / "root" / "sbx_1"
+    own.mkdir(parents=True)
+    other.mkdir()
+    census = Census("bubblewrap", place / "root")
+    before = census.take()
+    with contextlib.ExitStack() as stack:
+        for folder in (own, other):
+            subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
+            stack.callback(subprocess.run, ["umount", folder], check=True)
+        assert [name.split()[-1] for name in census.take().mounts - before.mounts] == [str(own)]

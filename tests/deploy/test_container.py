@@ -69,15 +69,19 @@ async def container() -> AsyncGenerator[tuple[str, str], None]:
         command = ["serve", "--engine", engine.url, "--tokenizer", "/tokenizer"]
         await asyncio.to_thread(podman, "run", *options, image, *command)
         try:
-            async with asyncio.timeout(60):
-                while podman("exec", name, "rollyard-healthcheck", "/readyz", is_checked=False).returncode:
-                    assert podman("inspect", "--format", "{{.State.Running}}", name).stdout == "true\n", logs(name)
-                    await asyncio.sleep(0.1)
+            await ready(name)
             yield name, f"http://127.0.0.1:{port}"
         finally:
             # Without systemd podman reports that it cannot remove the timer of the health check, and removes the rest.
             await asyncio.to_thread(podman, "rm", "--force", "--volumes", name, is_checked=False)
             assert podman("container", "exists", name, is_checked=False).returncode == 1
+
+
+async def ready(name: str) -> None:
+    async with asyncio.timeout(60):
+        while podman("exec", name, "rollyard-healthcheck", "/readyz", is_checked=False).returncode:
+            assert podman("inspect", "--format", "{{.State.Running}}", name).stdout == "true\n", logs(name)
+            await asyncio.sleep(0.1)
 
 
 def logs(name: str) -> str:
@@ -109,5 +113,9 @@ async def test_it_runs_as_an_ordinary_user_with_its_version(container: tuple[str
 async def test_stopping_it_drains(container: tuple[str, str]):
     name, _ = container
     podman("stop", "--time", "30", name)
-    assert podman("inspect", "--format", "{{.State.ExitCode}}", name).stdout == "0\n"
-    assert "draining" in logs(name)
+    try:
+        assert podman("inspect", "--format", "{{.State.ExitCode}}", name).stdout == "0\n"
+        assert "draining" in logs(name)
+    finally:
+        podman("start", name)  # for the other tests
+        await ready(name)

@@ -129,7 +129,7 @@ class SlurmCluster:
         wait_for(lambda: not self.run("squeue", "--noheader").stdout.strip(), "all jobs to end")
 
 
-def wait_for(has_come: Callable[[], object], what: str, within_s: float = 60.0, *, every_s: float = 0.2) -> None:
+def wait_for(has_come: Callable[[], object], what: str, within_s: float = 180.0, *, every_s: float = 0.2) -> None:
     """Polls, because Slurm has no event for the next state of a job."""
     until = time.monotonic() + within_s
     while not has_come():
