@@ -52,8 +52,10 @@ async def test_a_rollout_has_a_bounded_number_of_scores(tmp_path: Path, monkeypa
     monkeypatch.setattr(rescoring, "MOST_SCORES", 1)
     async with open_site(tmp_path, DO_IT) as site:
         rollout = await site.rolled(shell_task())
-        await site.pipeline.rescore(rollout.id)
-        with pytest.raises(InvalidRequest, match="1 times"):
+        both = [site.pipeline.rescore(rollout.id) for _ in range(2)]
+        first, second = await asyncio.gather(*both, return_exceptions=True)
+        assert isinstance(first, Rollout) and isinstance(second, InvalidRequest), "the second waited for the first"
+        with pytest.raises(InvalidRequest, match="1 later scores"):
             await site.pipeline.rescore(rollout.id)
         assert len((await site.store.get(rollout.id)).scores) == 1
 

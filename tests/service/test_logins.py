@@ -12,6 +12,7 @@ import pytest
 
 from rollyard.core.access import Access, LoginRecord, TokenRecord
 from rollyard.core.failure import Forbidden, Unauthorized
+from rollyard.service import sse
 from rollyard.service.security import logins
 from rollyard.service.security.logins import Logins, read_cookie
 from rollyard.service.security.tokens import Tokens, new_token
@@ -246,6 +247,16 @@ async def test_signing_out_is_final(tmp_path: Path) -> None:
     async with open_site(tmp_path, port=int(site.url.rpartition(":")[2])) as again:
         browser.site = other.site = again
         assert ((await browser.get()).status, (await other.get()).status) == (401, 200)
+
+
+async def test_a_stream_of_events_ends_with_its_sign_in(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
+    browser = await sign_in(site, token=site.token)
+    headers = {"Cookie": browser.cookie, "X-Rollyard-Page": browser.page_key}
+    async with asyncio.timeout(90), site.http.get(f"{site.url}/v1/events", headers=headers) as reply:
+        assert reply.status == 200
+        assert (await browser.call("DELETE", "/v1/login")).status == 204
+        assert b"data:" not in await reply.content.read()
 
 
 async def test_a_sign_in_survives_a_restart_and_is_stored_as_a_digest(tmp_path: Path) -> None:

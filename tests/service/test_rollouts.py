@@ -294,6 +294,16 @@ async def test_an_idle_stream_is_kept_alive(tmp_path: Path, monkeypatch: pytest.
                     break
 
 
+async def test_an_idle_stream_ends_with_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
+    async with open_site(tmp_path) as site:
+        token = (await site.post("/v1/tokens", {"access": "reader"})).body
+        headers = {"Authorization": f"Bearer {token['token']}"}
+        async with asyncio.timeout(90), site.http.get(f"{site.url}/v1/events", headers=headers) as reply:
+            assert (await site.delete(f"/v1/tokens/{token['id']}")).status == 204
+            assert b"data:" not in await reply.content.read()
+
+
 async def test_a_cancel_in_run_ends_it(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), latency_s=60)) as engine,

@@ -145,6 +145,15 @@ async def test_the_events_of_a_deleted_run_are_not_those_of_a_later_run_of_that_
         assert (await first_event(site, f"/v1/events?after={start}", OTHER))["rollout"] == "mine"
 
 
+async def hold_group(site: Site, size: int) -> dict[str, Any]:
+    """Submits a group `g` of the run `name`, none of whose rollouts starts. Returns its body."""
+    await site.hold()
+    assert (await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status == 201
+    group = {"id": "g", "run": "name", "task": task(), "size": size}
+    assert (await site.post("/v1/groups", group, token=TRAINER)).status == 202
+    return group
+
+
 async def test_a_group_of_a_deleted_run_is_not_written_into_a_later_run_of_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,10 +165,7 @@ async def test_a_group_of_a_deleted_run_is_not_written_into_a_later_run_of_that_
 
     monkeypatch.setattr(Groups, "_apply_ends", late)
     async with open_site(tmp_path) as site:
-        await site.hold()
-        assert (await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status == 201
-        group = {"id": "g", "run": "name", "task": task(), "size": 2}
-        assert (await site.post("/v1/groups", group, token=TRAINER)).status == 202
+        group = await hold_group(site, 2)
         await site.delete_run("name", TRAINER)
         assert (await site.post("/v1/runs", {"id": "name"}, token=OTHER)).status == 201
         may_look.set()
@@ -186,10 +192,7 @@ async def test_a_call_that_waits_gets_nothing_of_a_later_run_of_that_name(
     monkeypatch.setattr(EventLog, "events", reported_events)
     monkeypatch.setattr(Notifier, "next", reported_next)
     async with open_site(tmp_path) as site:
-        await site.hold()
-        assert (await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status == 201
-        group = {"id": "g", "run": "name", "task": task(), "size": 1}
-        assert (await site.post("/v1/groups", group, token=TRAINER)).status == 202
+        group = await hold_group(site, 1)
         listing = "/v1/rollouts?run=name&state=ended&group=x&wait_s=60"
         calls = [
             asyncio.create_task(site.get(path, token=TRAINER)) for path in (listing, "/v1/groups/g?run=name&wait_s=60")
@@ -209,10 +212,7 @@ async def test_a_call_that_waits_gets_nothing_of_a_later_run_of_that_name(
 
 async def test_a_call_that_waits_for_a_group_ends_with_the_deletion_of_its_run(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
-        await site.hold()
-        assert (await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status == 201
-        group = {"id": "g", "run": "name", "task": task(), "size": 1}
-        assert (await site.post("/v1/groups", group, token=TRAINER)).status == 202
+        await hold_group(site, 1)
         waiting = asyncio.create_task(site.get("/v1/groups/g?run=name&wait_s=300", token=TRAINER))
         notifier = site.served.app_state.sampler.groups.notifier
         async with asyncio.timeout(60):

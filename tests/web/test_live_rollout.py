@@ -26,11 +26,11 @@ def acts(turn: Turn) -> Reply:
     """Replies with the number of the turn. Tasks of the native agent say what it does."""
     if "stay" in turn.text:
         return Reply("never", stall_after=0)
-    if (told := re.search(r"member 1 waits for (\S+?)[.<]", turn.text)) is not None:
+    if (request := re.search(r"member 1 waits for (\S+?)[.<]", turn.text)) is not None:
         if turn.number > 0:
             return Reply(finish())
         is_last = id_of(turn.session_id).endswith("-1")
-        return Reply(shell(f"until [ -e {told[1]} ]; do sleep 0.05; done" if is_last else "touch done"))
+        return Reply(shell(f"until [ -e {request[1]} ]; do sleep 0.05; done" if is_last else "touch done"))
     return Reply(f"reply {turn.number}")
 
 

@@ -78,8 +78,7 @@ class Rescoring:
         rollout = await pipeline.store.get(rollout_id)
         if rollout.state is not State.ENDED:
             raise InvalidRequest(f"rollout {rollout.id} has not ended yet")
-        if len(rollout.scores) >= MOST_SCORES:
-            raise InvalidRequest(f"rollout {rollout.id} has been rescored {MOST_SCORES} times, which is the limit")
+        _check_scores(rollout)
         run = await pipeline.store.get_run(rollout.run)
         async with self._slot(rollout, run):
             trajectory, score = await self._score(rollout, run)
@@ -92,8 +91,10 @@ class Rescoring:
             "metrics": dict(score.metrics),
         }
         with pipeline.creating_in(run):
-            if (await pipeline.store.get(rollout_id)).seq != rollout.seq:
+            now = await pipeline.store.get(rollout_id)
+            if now.seq != rollout.seq:
                 raise NotFound(f"rollout {rollout_id} was deleted while it was scored")  # and another one has its id
+            _check_scores(now)  # others may have been appended meanwhile
             return await pipeline.store.add_score(rollout_id, entry)
 
     async def _score(self, rollout: Rollout, run: Run) -> tuple[Trajectory, Score]:
@@ -226,3 +227,8 @@ class Rescoring:
         pipeline.scheduler.release(run.id)
         if pipeline.run_of(run.id) is None:  # deleted meanwhile
             pipeline.scheduler.forget_run(run.id)
+
+
+def _check_scores(rollout: Rollout) -> None:
+    if len(rollout.scores) >= MOST_SCORES:
+        raise InvalidRequest(f"rollout {rollout.id} already has {MOST_SCORES} later scores, which is the limit")

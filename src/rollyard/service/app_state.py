@@ -77,13 +77,13 @@ class AppState:
             raise NotFound(f"there is no run {run_id!r}", remedy=NO_RUN)
         return stored_run
 
-    def require_still(self, caller: Caller, run_id: str) -> None:
+    def require_still_readable(self, caller: Caller, run_id: str) -> None:
         """For a call that has waited: raises `NotFound` if the caller may not read the run any more. It may have been
         deleted meanwhile, and its name may be that of another tenant's run."""
-        if not self.reads_still(caller, run_id):
+        if not self.is_still_readable(caller, run_id):
             raise NotFound(f"there is no run {run_id!r}", remedy=NO_RUN)
 
-    def reads_still(self, caller: Caller, run_id: str) -> bool:
+    def is_still_readable(self, caller: Caller, run_id: str) -> bool:
         run = self.pipeline.run_of(run_id)
         return run is not None and caller.reads(run)
 

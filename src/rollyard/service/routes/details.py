@@ -53,7 +53,7 @@ async def get_timeline(request: Request, rollout_id: str, run: InRun = None) -> 
             rollout, view = live.rollout, LiveView(live.state, live.timings())
         else:  # it ended, or was given back, while its node was asked
             rollout, info = await app_state.store.get(rollout.id), {}
-            app_state.require_still(caller_of(request), rollout.run)
+            app_state.require_still_readable(caller_of(request), rollout.run)
     if not info.get("calls") and (trajectory := await app_state.store.trajectory(rollout.id)) is not None:
         info = trajectory.info
     return await asyncio.to_thread(_timeline, rollout, view, info)  # 2,000 calls take 30 ms

@@ -149,7 +149,7 @@ async def get_batch(request: Request, draw_id: str, number: Count, query: Annota
     batch = await while_connected(request, runner.batch(number, wait_s), app_state.closing) if wait_s else None
     if batch is None:
         batch = await runner.found(number)
-    app_state.require_still(caller_of(request), runner.run.id)
+    app_state.require_still_readable(caller_of(request), runner.run.id)
     return reply(batch_object(batch))
 
 
@@ -174,7 +174,7 @@ async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuer
         else None
     )
     groups, batch = page or await _look(app_state, runner, after, query)
-    app_state.require_still(caller_of(request), runner.run.id)
+    app_state.require_still_readable(caller_of(request), runner.run.id)
     with_traces = query.include == "traces"
     loaded = await load_groups(app_state.store, groups, with_traces=with_traces)
     last = loaded[-1].group.place if loaded else None
@@ -262,7 +262,7 @@ async def _of_run(request: Request, run_id: str, frames: AsyncGenerator[bytes, N
     app_state, caller = app_state_of(request), caller_of(request)
     async with aclosing(frames):
         async for data in frames:
-            if not app_state.reads_still(caller, run_id):
+            if not app_state.is_still_readable(caller, run_id):
                 return
             yield data
 

@@ -77,7 +77,7 @@ async def get_eval(request: Request, eval_id: str, query: Annotated[EvalQuery, Q
         record = await while_connected(request, app_state.sampler.evals.wait(key, wait_s), app_state.closing)
     if record is None:
         record = await app_state.store.get_eval(key)
-    app_state.require_still(caller_of(request), record.run)
+    app_state.require_still_readable(caller_of(request), record.run)
     return reply(_to_object(app_state, record))
 
 

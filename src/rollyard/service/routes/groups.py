@@ -100,7 +100,7 @@ async def get_group(request: Request, group_id: str, query: Annotated[GroupQuery
         group = await while_connected(request, app_state.sampler.groups.wait(key, wait_s), app_state.closing)
     if group is None:
         group = await app_state.store.get_group(key)
-    app_state.require_still(caller_of(request), group.run)
+    app_state.require_still_readable(caller_of(request), group.run)
     return reply(group_object(group, await rollouts_of(app_state.store, group)))
 
 

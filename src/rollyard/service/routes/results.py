@@ -69,7 +69,7 @@ async def list_results(request: Request, query: Annotated[ResultsQuery, Query()]
         await app_state.run(caller, query.run)  # NotFound: it was deleted while the query waited for the catalog
     return reply(
         {
-            "rows": [row.row for row in page.rows if app_state.reads_still(caller, str(row.row["run"]))],
+            "rows": [row.row for row in page.rows if app_state.is_still_readable(caller, str(row.row["run"]))],
             "next": None if page.next_seq is None else f"{ENDED}:{page.next_seq}",
             "total": page.total,
             "total_is_exact": page.is_total_exact,

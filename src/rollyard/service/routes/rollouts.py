@@ -238,7 +238,7 @@ async def get_rollout(request: Request, rollout_id: str, query: Annotated[GetQue
         rollout = await while_connected(request, app_state.pipeline.wait(key, wait_s), app_state.closing)
     if rollout is None:
         rollout = await app_state.store.get(key)
-    app_state.require_still(caller_of(request), rollout.run)
+    app_state.require_still_readable(caller_of(request), rollout.run)
     if _accepts_arrow(request):
         return await _arrow(await _trajectory(app_state, rollout), rollout, with_record=True)
     body = record(rollout)
@@ -279,7 +279,7 @@ async def get_messages(request: Request, rollout_id: str, query: Annotated[Messa
     live = app_state.pipeline.live.get(key)
     page = await live.page(query.after) if live is not None else None
     rollout = await app_state.store.get(key)
-    app_state.require_still(caller_of(request), rollout.run)
+    app_state.require_still_readable(caller_of(request), rollout.run)
     live = app_state.pipeline.live.get(key)  # its node may have been asked: it may have ended meanwhile
     if page is None or not page.end:
         trajectory = await app_state.store.trajectory(key)

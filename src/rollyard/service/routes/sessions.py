@@ -108,7 +108,7 @@ async def give_reward(request: Request, session_id: str, query: Annotated[WaitQu
         wait_s = app_state.wait_s(query.wait_s)
         ended = await while_connected(request, app_state.pipeline.wait(rollout.id, wait_s), app_state.closing)
         rollout = ended or await app_state.store.get(rollout.id)
-        app_state.require_still(caller_of(request), rollout.run)
+        app_state.require_still_readable(caller_of(request), rollout.run)
     if (live is None or rollout.state is State.ENDED) and not await _has(app_state, rollout, body):
         raise _conflict(rollout)
     return reply(record(rollout), 200 if rollout.state is State.ENDED else 202)
@@ -147,7 +147,7 @@ async def _wait_open(request: Request, rollout: Rollout, wait_s: float) -> Rollo
     wait_s = app_state.wait_s(wait_s)
     if wait_s and rollout.state is not State.ENDED and app_state.sessions.live(rollout.id) is None:
         await while_connected(request, _open_or_ended(app_state, rollout.id, wait_s), app_state.closing)
-    app_state.require_still(caller_of(request), rollout.run)
+    app_state.require_still_readable(caller_of(request), rollout.run)
     return await app_state.store.get(rollout.id)
 
 

@@ -95,3 +95,5 @@ class _Reservations:
             held[key] -= 1
             if not held[key]:
                 del held[key]
+            if not held:
+                self._held.pop(owner, None)
