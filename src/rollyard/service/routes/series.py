@@ -40,9 +40,7 @@ async def get_series(request: Request, run_id: str, query: Annotated[SeriesQuery
     found = await app_state.catalog.series(run.id, query.by, query.points, caller=caller.name)
     ended = [one for one in found.groups if one.state is not GroupState.OPEN]
     tokens = await _tokens(app_state, run.id)
-    app_state.require_still_readable(
-        caller, run.id
-    )  # this query may have waited for others of the caller
+    app_state.require_still_readable(caller, run.id)  # this query may have waited for others of the caller
     return reply(
         {
             "by": found.by,

@@ -21,6 +21,26 @@ export function addressesOf(run, id, group) {
 export const conversationOf = (reply) => `${reply.attempt} ${reply.conversation ?? 0}`;
 
 /**
+ * The pages of a conversation so far: {messages, messageTurns, add}. `add` takes the next reply, and the name of the
+ * conversation that it is of. It returns false if that is another one than before: read it again from its start.
+ */
+export function newPages() {
+  let shown = null;
+  const pages = { messages: [], messageTurns: [] };
+  pages.add = (reply, name) => {
+    const isOther = name !== shown && pages.messages.length > 0; // this page began in the middle of the other one
+    shown = name;
+    if (isOther) [pages.messages, pages.messageTurns] = [[], []];
+    else if (reply.messages.length) {
+      pages.messages = [...pages.messages, ...reply.messages];
+      pages.messageTurns = [...pages.messageTurns, ...(reply.message_turns || [])];
+    }
+    return !isOther;
+  };
+  return pages;
+}
+
+/**
  * The conversation of a rollout that runs, read every second from where the last reply ended. It starts again with a new
  * attempt, and when another conversation of an agent program is now the longest. Returns {messages,
  * messageTurns, attempt, turns, sampled_tokens, isAvailable}; `isAvailable` false: it runs on a node that does not send them.
@@ -30,24 +50,18 @@ export function useLiveMessages([path, query], isLive) {
   useEffect(() => {
     if (!isLive) return undefined;
     const abort = new AbortController();
-    let messages = [], messageTurns = [], shown = null, timer = 0;
+    const pages = newPages();
+    let timer = 0;
     const read = async () => {
       let waitMs = 1000;
       try {
-        const reply = await get(path, { after: messages.length, ...query }, abort.signal);
-        const isAnother = reply.available && conversationOf(reply) !== shown;
-        if (isAnother) shown = conversationOf(reply);
-        if (isAnother && messages.length) {
-          messages = [];
-          messageTurns = [];
-          timer = setTimeout(read, 1); // this page began in the middle of the other conversation
+        const reply = await get(path, { after: pages.messages.length, ...query }, abort.signal);
+        if (reply.available && !pages.add(reply, conversationOf(reply))) {
+          timer = setTimeout(read, 1);
           return;
         }
-        if (reply.messages.length) {
-          messages = [...messages, ...reply.messages];
-          messageTurns = [...messageTurns, ...(reply.message_turns || [])];
-          waitMs = 50;
-        }
+        if (reply.messages.length) waitMs = 50;
+        const { messages, messageTurns } = pages;
         setState({ messages, messageTurns, attempt: reply.attempt, turns: reply.turns, sampled_tokens: reply.sampled_tokens, isAvailable: reply.available, isLoaded: true });
       } catch (error) {
         if (abort.signal.aborted) return;

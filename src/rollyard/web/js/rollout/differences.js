@@ -6,7 +6,7 @@ import { count, plural } from "../format.js";
 import { LongText } from "../text.js";
 import { Empty, Loading, Problem } from "../ui.js";
 import { Message } from "./conversation.js";
-import { addressesOf, callsOf, conversationOf, reasoningOf, textOf, turnsOf } from "./data.js";
+import { addressesOf, callsOf, conversationOf, newPages, reasoningOf, textOf, turnsOf } from "./data.js";
 
 const MOST_MESSAGES = 2000;
 const CHUNK = 40;
@@ -21,19 +21,16 @@ export function useAllMessages(run, id) {
   useEffect(() => {
     const abort = new AbortController();
     const [path, query] = addressesOf(run, id).messages;
-    let messages = [], messageTurns = [], shown = null, isLive = null, failures = 0, timer = 0;
+    const pages = newPages();
+    let failures = 0, timer = 0;
     const read = async () => {
       let waitMs = 0;
       try {
-        const reply = await get(path, { after: messages.length, ...query }, abort.signal);
-        const isOther = shown !== null && (conversationOf(reply) !== shown || (reply.state !== "ended") !== isLive);
-        [shown, isLive, failures] = [conversationOf(reply), reply.state !== "ended", 0];
-        if (isOther) {
-          [messages, messageTurns] = [[], []];
-        } else if (reply.messages.length && messages.length < MOST_MESSAGES) {
-          messages = [...messages, ...reply.messages];
-          messageTurns = [...messageTurns, ...(reply.message_turns || [])];
-        } else {
+        const reply = await get(path, { after: pages.messages.length, ...query }, abort.signal);
+        const isLive = reply.state !== "ended", isSame = pages.add(reply, `${conversationOf(reply)} ${isLive}`);
+        const { messages, messageTurns } = pages;
+        failures = 0;
+        if (isSame && (!reply.messages.length || messages.length >= MOST_MESSAGES)) {
           setState({ id, messages, messageTurns, isAvailable: reply.available, isLive, error: null });
           if (!isLive || messages.length >= MOST_MESSAGES) return;
           waitMs = LIVE_MS;
