@@ -414,7 +414,7 @@ async def test_an_engine_that_returns_only_text_is_refused(tmp_path: Path):
         await site.router.add(EngineSpec("t", site.engines[0].url, Kind.OPENAI, policy="text"))
         run = Run("text", policy="text")
         await site.store.put_run(run, {"id": run.id})
-        site.pipeline.know(run)
+        site.pipeline.register_run(run)
         rollout = await site.rolled(greeting_task("command", runs(PROGRAM)), run="text")
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert rollout.ending.failure.code == "engine_refused" and "token ids" in rollout.ending.failure.detail

@@ -59,7 +59,7 @@ async def test_a_stage_of_size_zero_stops_and_continues_when_it_grows(tmp_path: 
 async def test_a_runs_quota_leaves_room_for_other_runs(tmp_path: Path):
     async with open_site(tmp_path, says(shell("sleep 60")), run=Run("run", max_live=2)) as site:
         await site.store.put_run(Run("other"), {"id": "other"})
-        site.pipeline.know(Run("other"))
+        site.pipeline.register_run(Run("other"))
         for _ in range(5):
             await site.submit(shell_task())
         await site.submit(shell_task(), "guest", run="other")

@@ -228,7 +228,7 @@ async def test_owners_do_not_share_a_set_up(tmp_path: Path):
     async with pipeline_of(tmp_path, environment) as site:
         for run, prepared in ((Run("a1", owner="a"), 1), (Run("a2", owner="a"), 1), (Run("b", owner="b"), 2)):
             await site.store.put_run(run, {"id": run.id})
-            site.pipeline.know(run)
+            site.pipeline.register_run(run)
             completed([await site.rolled(counted_task(), run=run.id)])
             assert environment.prepared == prepared
 

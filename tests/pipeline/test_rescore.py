@@ -111,7 +111,7 @@ def order_of_evals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def new_run(site: Site, run: Run) -> None:
-    site.pipeline.know(await site.store.put_run(run, {"id": run.id}))
+    site.pipeline.register_run(await site.store.put_run(run, {"id": run.id}))
 
 
 async def test_rescorings_that_wait_for_eval_take_no_place_from_rollouts(tmp_path: Path):

@@ -104,7 +104,7 @@ async def test_a_full_policy_does_not_block_the_rollouts_of_another(tmp_path: Pa
         open_site(tmp_path, DO_IT, engines=0, settings=settings, run=Run("a", policy="full")) as site,
     ):
         await site.store.put_run(Run("b", policy="free"), {"id": "b"})
-        site.pipeline.know(Run("b", policy="free"))
+        site.pipeline.register_run(Run("b", policy="free"))
         await add(site, stuck, "stuck", policy="full", capacity=1)
         await add(site, other, "other", policy="free", capacity=8)
         hold(stuck)

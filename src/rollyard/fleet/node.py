@@ -236,7 +236,7 @@ class Node:
         if orders.is_drained is not None and orders.is_drained is not self._is_drained:
             self._drain(orders.is_drained)
         for run in orders.runs:
-            self._pipeline.know(run_of(run))
+            self._pipeline.register_run(run_of(run))
         for lease in orders.leases:
             rollout = rollout_of(lease)
             if not self._ledger.accept(rollout):

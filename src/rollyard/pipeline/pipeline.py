@@ -113,7 +113,7 @@ class Pipeline:
         await self._tasks.__aenter__()
         self.clock.start()
         for run in await self.store.list_runs():
-            self.know(run)
+            self.register_run(run)
         self.cancelling.deleting.update(await self.store.deleting_runs())
         for row in await self.store.queued():
             self.scheduler.push(row)
@@ -156,7 +156,8 @@ class Pipeline:
 
     # --- called by clients ----------------------------------------------------------------------------
 
-    def know(self, run: Run) -> None:
+    def register_run(self, run: Run) -> None:
+        """Applies a run that the store has: its quotas, and those of its owner. It replaces an older record of it."""
         is_new = run.id not in self._runs
         self._runs[run.id] = run
         if is_new:

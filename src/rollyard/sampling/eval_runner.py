@@ -73,7 +73,7 @@ class EvalRunner:
         self._open: set[str] = set()
         self._news = asyncio.Event()
         self._lock = asyncio.Lock()
-        if record.version >= 0 and self._policies.steady(record.policy) == record.version:
+        if record.version >= 0 and self._policies.settled_version(record.policy) == record.version:
             self._pin()
 
     def load(self, groups: list[str]) -> None:
@@ -133,7 +133,7 @@ class EvalRunner:
     # --- a turn ---------------------------------------------------------------------------------------
 
     async def _turn(self) -> None:
-        version = self._policies.steady(self.record.policy)
+        version = self._policies.settled_version(self.record.policy)
         if self.record.version < 0:
             if version is None:
                 return  # the weights are changing; `wake` is called when that is over
@@ -163,7 +163,7 @@ class EvalRunner:
         max_live = max(1, round(self._pipeline.run_pool.size * (share if isinstance(share, int | float) else 1.0)))
         if max_live != self._run.max_live:
             self._run = replace(self._run, max_live=max_live)
-            self._pipeline.know(self._run)
+            self._pipeline.register_run(self._run)
 
     async def _begin(self) -> None:
         record = self.record

@@ -183,7 +183,7 @@ class Evals:
                 data={"priority": plan.priority, "pool_share": plan.pool_share, "by": plan.by, "begun": 0},
             )
             run = await self._store.put_run(run, {**body, "eval": plan.id})
-            self._pipeline.know(run)
+            self._pipeline.register_run(run)
             record = await self._store.put_eval(record, body)
         self._keep(record, run)
         return record

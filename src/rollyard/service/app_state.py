@@ -72,7 +72,7 @@ class AppState:
         if stored_run is None and run_id == DEFAULT_RUN and caller.can_write:
             owner = "" if name == DEFAULT_RUN else caller.name
             stored_run = await self.store.put_run(Run(name, created_at=time.time(), owner=owner), {})
-            self.pipeline.know(stored_run)
+            self.pipeline.register_run(stored_run)
         if stored_run is None or not caller.reads(stored_run):
             raise NotFound(f"there is no run {run_id!r}", remedy=NO_RUN)
         return stored_run

@@ -111,8 +111,8 @@ class Policies:
     def status(self, name: str) -> PolicyStatus:
         return status_of(self._known_pool(name), self._updates.get(name))
 
-    def steady(self, name: str) -> int | None:
-        """The version of its weights; None while they are being updated, even if only of some engines."""
+    def settled_version(self, name: str) -> int | None:
+        """The version of its weights, or None while they are being updated, even if only of some engines."""
         pool = self._pool_of(name)
         is_mixed = any(one.health is Health.UP and one.version != pool.version for one in pool.members.values())
         return None if name in self._updates or is_mixed else pool.version

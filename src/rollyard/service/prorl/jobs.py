@@ -213,7 +213,7 @@ class ProrlJobs:
             owner = "" if caller.is_admin else caller.name
             with app_state.quotas.new_run(caller, RUN):
                 run = await app_state.store.put_run(Run(RUN, created_at=time.time(), owner=owner), {})
-                app_state.pipeline.know(run)
+                app_state.pipeline.register_run(run)
         self.require_use(caller)  # another caller may have created it meanwhile
         return run
 

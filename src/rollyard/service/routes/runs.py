@@ -55,7 +55,7 @@ async def create_run(request: Request) -> Response:
     sent = body.model_dump(exclude_unset=True, exclude={"id"})
     with app_state.quotas.new_run(caller, run.id) if known is None else nullcontext():
         stored = await app_state.store.put_run(run, sent)
-        app_state.pipeline.know(stored)
+        app_state.pipeline.register_run(stored)
     if not caller.reads(stored):  # another caller has just created it, with the same body
         raise _taken(run.id)
     return reply(run_object(stored), 200 if known else 201)
