@@ -17,6 +17,7 @@ import pytest
 from rollyard.core import State
 from rollyard.store import open_store
 from tests.store.conftest import AnyOpener, PostgresOpener
+from tests.store.listing import all_rollouts
 
 pytestmark = pytest.mark.slow
 
@@ -49,12 +50,7 @@ async def test_no_acknowledged_write_is_lost_and_no_rollout_ends_twice(open_any:
                 ended[rollout_id] = (line["seq"], line["attempt"])
     assert ended
     async with await open_store(name, max_attempts=1000) as store:
-        stored = {}
-        cursor = None
-        while (page := await store.list(after=cursor, limit=1000)).rollouts:
-            stored |= {rollout.id: rollout for rollout in page.rollouts}
-            if (cursor := page.next_cursor) is None:
-                break
+        stored = {rollout.id: rollout for rollout in await all_rollouts(store)}
         assert submitted <= set(stored)
         for rollout_id, acknowledged in ended.items():
             assert (stored[rollout_id].ended_seq, stored[rollout_id].attempt) == acknowledged

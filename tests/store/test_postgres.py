@@ -16,6 +16,7 @@ from rollyard.core.failure import InvalidRequest, NotFound
 from rollyard.store import PostgresStore, Stale, StoreLocked, StoreUnusable
 from rollyard.testing.store_conformance import INIT, QUEUED, READY, advance, completed, submission, trajectory
 from tests.store.conftest import PostgresOpener
+from tests.store.listing import all_rollouts
 from tests.worker import free_port
 
 pytestmark = pytest.mark.slow
@@ -137,7 +138,7 @@ async def test_a_server_restart_loses_no_acknowledged_write() -> None:
             await PostgresStore.open(server.url)
         await asyncio.to_thread(server.start)
         async with await PostgresStore.open(server.url) as again:
-            ended = (await again.list(state=State.ENDED, limit=1000)).rollouts
+            ended = await all_rollouts(again, State.ENDED)
             assert acknowledged <= {rollout.id for rollout in ended}
             assert [await again.trajectory(one.id) for one in ended] == [trajectory(one.id) for one in ended]
             assert len(await again.submit([submission("later")])) == 1
