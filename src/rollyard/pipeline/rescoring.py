@@ -62,6 +62,7 @@ class Rescoring:
         self._queue = Scheduler()  # those that wait for their turn
         self._turns: dict[str, asyncio.Event] = {}  # by their id in the queue
         self._ids = count()
+        self._appending = asyncio.Lock()  # from checking the number of a rollout's scores to appending one
         self._started: list[int] = []  # the priorities of those that have the turn
         self.needed_places = 0  # those that have the turn and wait for a place
         self.active = 0  # rescorings with a place in the budget
@@ -90,12 +91,17 @@ class Rescoring:
             "components": dict(score.components),
             "metrics": dict(score.metrics),
         }
+        async with self._appending:
+            return await self._append(rollout, run, entry)
+
+    async def _append(self, rollout: Rollout, run: Run, entry: dict[str, Json]) -> Rollout:
+        pipeline = self._pipeline
         with pipeline.creating_in(run):
-            now = await pipeline.store.get(rollout_id)
+            now = await pipeline.store.get(rollout.id)
             if now.seq != rollout.seq:
-                raise NotFound(f"rollout {rollout_id} was deleted while it was scored")  # and another one has its id
+                raise NotFound(f"rollout {rollout.id} was deleted while it was scored")  # and another one has its id
             _check_scores(now)  # others may have been appended meanwhile
-            return await pipeline.store.add_score(rollout_id, entry)
+            return await pipeline.store.add_score(rollout.id, entry)
 
     async def _score(self, rollout: Rollout, run: Run) -> tuple[Trajectory, Score]:
         pipeline = self._pipeline
