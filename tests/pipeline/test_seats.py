@@ -176,8 +176,10 @@ async def test_a_shrinking_cap_interrupts_no_rollout_and_the_next_ones_wait(tmp_
         await until(lambda: site.router.list()[0].cap == 3)
         assert (site.pipeline.run_pool.active, engine.running) == (4, 4)
         await site.pipeline.cancel(ids.pop(0))
-        await until(lambda: site.router.seats("default").taken == 3)
-        assert site.pipeline.unseated == 4  # the remaining rollouts already fill the new cap
+        await until(
+            lambda: site.router.seats("default").taken == 3 and site.pipeline.unseated == 4
+        )  # the remaining rollouts already fill the new cap
+        assert site.pipeline.run_pool.active == 3
         await site.pipeline.cancel(ids.pop(0))
         await until(
             lambda: engine.running == 3 and site.pipeline.unseated == 4
