@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import AsyncGenerator
@@ -119,3 +121,29 @@ async def test_stopping_it_drains(container: tuple[str, str]):
     finally:
         podman("start", name)  # for the other tests
         await ready(name)
+
+
+async def test_the_documented_command_starts_a_service_that_accepts_the_token_behind_the_published_port(
+    container: tuple[str, str], tmp_path: Path
+):
+    """Podman's secrets are readable by everybody unless a mode is given, and requests arrive at the container's own
+    address, which is not the one in their Host header."""
+    image = podman("inspect", "--format", "{{.Image}}", container[0]).stdout.strip()
+    name, port = f"rollyard-documented-{NAME}-{os.getpid()}", free_port()
+    (tmp_path / "token").write_text(TOKEN)
+    (command,) = re.findall(r"^podman (run (?:.*\\\n)*.* serve) ", (ROOT / "docs/how-to/deploy.md").read_text(), re.M)
+    replaced = {"rollyard": image, "127.0.0.1:8127:8127": f"127.0.0.1:{port}:8127", "90": "1"}
+    words = [replaced.get(word, word) for word in shlex.split(command.replace("\\\n", " "))]
+    words[words.index("--name") + 1] = name
+    words[words.index("--volume") + 1] = f"{name}:/var/lib/rollyard"
+    words[1:1] = ["--health-cmd", "none", "--ulimit", "nofile=16384", "--ulimit", "nproc=32768"]
+    await asyncio.to_thread(podman, "secret", "create", name, str(tmp_path / "token"))
+    try:
+        await asyncio.to_thread(podman, *(word.replace("rollyard-admin", name) for word in words))
+        async with AsyncClient(f"http://127.0.0.1:{port}", TOKEN) as client, asyncio.timeout(60):
+            status = await client.status()  # waits until the service answers
+        assert status["states"]["queued"] == 0, logs(name)
+    finally:
+        await asyncio.to_thread(podman, "rm", "--force", "--volumes", name, is_checked=False)
+        podman("volume", "rm", "--force", name, is_checked=False)
+        podman("secret", "rm", name, is_checked=False)

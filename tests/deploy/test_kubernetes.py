@@ -119,9 +119,20 @@ def test_settings_in_the_config_map_are_valid(installation: str):
     (settings,) = (each["data"] for each in rendered(FOLDER / installation) if each["kind"] == "ConfigMap")
     values = tomllib.loads(settings["rollyard.toml"])
     assert values.keys() <= Settings.model_fields.keys()
-    for name in ("admin_tokens", "node_tokens"):  # they name files of the pod
-        values = {**values, name: ["x" * 32]}
-    Settings.model_validate({"host": "0.0.0.0", **values})
+    Settings.model_validate({"host": "0.0.0.0", "admin_tokens": ["x" * 32], **values})
+
+
+@pytest.mark.parametrize("installation", INSTALLATIONS)
+def test_tokens_are_variables_of_the_service(installation: str):
+    """As files of a Secret they would be readable by the pod's group (fsGroup), which the service refuses."""
+    specs = [pod["spec"] for resource in rendered(FOLDER / installation) for pod in pods(resource)]
+    volumes = [volume for spec in specs for volume in spec["volumes"]]
+    assert all(volume.get("secret", {}).get("secretName") != "rollyard-tokens" for volume in volumes)
+    service = specs[0]["containers"][0]  # of a fleet's resources, the head is the first
+    variables = [one for one in service["env"] if "secretKeyRef" in one.get("valueFrom", {})]
+    keys = {one["name"]: one["valueFrom"]["secretKeyRef"]["key"] for one in variables}
+    assert keys["ROLLYARD_ADMIN_TOKENS"] == keys["ROLLYARD_TOKEN"] == "admin"
+    assert installation == "kuberay" or keys["ROLLYARD_NODE_TOKENS"] == "node"
 
 
 def test_the_version_of_ray_is_the_locked_one():

@@ -25,12 +25,12 @@ POLL = Poll("session", NodeStatus())
 MCP = {"search": {"url": "https://mcp.example", "headers": {"Authorization": "Bearer secret"}}}
 
 
-def make_certificate(folder: Path) -> dict[str, Path]:
+def make_certificate(folder: Path, names: str = "DNS:localhost,IP:127.0.0.1") -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     files = {"tls_cert": folder / "cert.pem", "tls_key": folder / "key.pem"}
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subject = ["-subj", "/CN=localhost", "-addext", f"subjectAltName={names}"]
     out = ["-keyout", str(files["tls_key"]), "-out", str(files["tls_cert"])]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *out]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *out]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     return files
 
@@ -83,6 +83,20 @@ async def test_a_given_certificate_is_verified_as_usual(tmp_path: Path, monkeypa
         pinned = with_pin(served.url, digest_of(files["tls_cert"]))
         async with HeadConnection(lambda: (pinned, token)) as link:
             assert "runtimes" in await link.settings()
+
+
+async def test_commands_on_the_services_machine_find_it_though_its_certificate_names_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = make_certificate(tmp_path / "pki", "DNS:rollyard")
+    chosen = settings(tmp_path, **files)
+    async with serve(chosen) as served:
+        assert "#" not in served.url, "other machines verify the certificate as usual"
+        monkeypatch.setenv("ROLLYARD_DATA_DIR", str(chosen.data_dir))
+        for name in ("ROLLYARD_URL", "ROLLYARD_TOKEN", "ROLLYARD_CONFIG"):
+            monkeypatch.delenv(name, raising=False)
+        async with AsyncClient() as client:
+            assert (await client.status())["states"] is not None
 
 
 async def test_a_node_sends_no_token_in_the_clear_unless_allowed() -> None:

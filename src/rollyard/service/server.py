@@ -85,7 +85,7 @@ async def serve(
             await server.start(listener, backlog=BACKLOG, tls=tls.context if tls is not None else None)
             try:
                 async with AsyncExitStack() as stack:
-                    stack.enter_context(_announced(settings.data_dir / "url", url))
+                    stack.enter_context(_announced(settings.data_dir / "url", _local_url(url, tls)))
                     if settings.fleet == "ray":
                         app_state.ray = await stack.enter_async_context(_ray(settings, url))
                     yield Served(url, app_state, server)
@@ -140,7 +140,13 @@ def url_of(listener: socket.socket, tls: Tls | None = None) -> str:
     address, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, str(address))
     url = f"{'https' if tls else 'http'}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-    return with_pin(url, tls.pin) if tls is not None and tls.pin is not None else url
+    return with_pin(url, tls.digest) if tls is not None and tls.is_self_signed else url
+
+
+def _local_url(url: str, tls: Tls | None) -> str:
+    """The URL for commands on this machine. An operator's certificate need not name the address, so they verify its
+    digest."""
+    return with_pin(url, tls.digest) if tls is not None and not tls.is_self_signed else url
 
 
 @contextlib.contextmanager

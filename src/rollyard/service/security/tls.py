@@ -19,34 +19,36 @@ from rollyard.service.settings import Settings, SettingsError
 FOLDER = "tls"  # below data_dir
 OWN_DAYS = 3650
 MAKE_S = 30.0
+BEGIN, END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """The server's TLS context, and the digest of a self-signed certificate, which is trusted only by its pin."""
+    """The server's TLS context and the digest of its certificate. A self-signed one is trusted only by its digest."""
 
     context: ssl.SSLContext
-    pin: bytes | None
+    digest: bytes
+    is_self_signed: bool
 
 
 def open_tls(settings: Settings) -> Tls | None:
     """The TLS configuration, or None for plain HTTP. Raises `SettingsError` if the files cannot be used."""
     if settings.tls_cert is not None and settings.tls_key is not None:
-        return Tls(_context(settings.tls_cert, settings.tls_key), None)
+        return Tls(_context(settings.tls_cert, settings.tls_key), digest_of(settings.tls_cert), is_self_signed=False)
     if settings.tls != "own":
         return None
     folder = settings.data_dir / FOLDER
     cert, key = folder / "cert.pem", folder / "key.pem"
     if not (cert.is_file() and key.is_file()):
         _make(folder, cert, key)
-    return Tls(_context(cert, key), digest_of(cert))
+    return Tls(_context(cert, key), digest_of(cert), is_self_signed=True)
 
 
 def digest_of(cert: Path) -> bytes:
     """SHA-256 of the first certificate in the file, in DER: the value of a URL's pin."""
     text = cert.read_text()
-    end = "-----END CERTIFICATE-----"
-    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(text[: text.index(end) + len(end)])).digest()
+    first = text[text.index(BEGIN) : text.index(END) + len(END)]
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest()
 
 
 def _context(cert: Path, key: Path) -> ssl.SSLContext:
