@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Literal
 
 import pytest
@@ -44,6 +45,18 @@ def test_a_gap_that_follows_neither_rule_or_is_too_small_is_unknown() -> None:
 def test_a_cut_is_detected_by_its_total_probability() -> None:
     assert cut_is_included({1: -0.6931, 2: -0.6931, 3: -9999.0})
     assert not cut_is_included({1: -1.2, 2: -1.5, 3: -2.0})
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_two_probes_at_once_do_not_disturb_each_other(dialect: str, http: HttpPool) -> None:
+    """A health check and a resume may both probe an engine that has become ready, and so do all nodes of a fleet."""
+    async with ScriptedEngine(latency_s=0.05, record=100, **DIALECTS[dialect]) as server:
+        engine = await probed(server, http)
+        first, second = await asyncio.gather(engine.probe(), engine.probe())
+        assert first == second and engine.info == first
+        sent = [request.body.get("rid") or request.headers.get("X-Request-Id") for request in server.requests]
+        ids = [request_id for request_id in sent if request_id]
+        assert len(set(ids)) == len(ids) > 3
 
 
 async def test_the_fallback_api_is_noted_and_reports_no_versions(http: HttpPool) -> None:

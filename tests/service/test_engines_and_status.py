@@ -2,8 +2,12 @@
 
 import socket
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from rollyard import __version__
+from rollyard.engines import Router
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.service.site import TRAINER, engine_table, open_site, scripted
@@ -31,6 +35,67 @@ async def test_an_engine_is_added_listed_stored_and_removed(tmp_path: Path) -> N
             assert b'engine="e1"' not in (await site.get("/metrics")).body
         async with open_site(tmp_path) as site:
             assert (await site.get("/v1/engines")).body == {"engines": []}
+
+
+async def test_an_engine_that_is_added_while_the_one_of_its_id_is_being_closed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, added = Router._close_when_idle, list[int]()  # pyright: ignore[reportPrivateUsage]
+    async with scripted() as engine:
+        async with open_site(tmp_path) as site:
+            assert (await site.post("/v1/engines", engine_table(engine))).status == 201
+
+            async def slowly(self: Router, *member: Any) -> None:
+                added.append((await site.post("/v1/engines", engine_table(engine, capacity=9))).status)
+                await close(self, *member)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Router, "_close_when_idle", slowly)
+                assert (await site.delete("/v1/engines/e1")).status == 204
+            assert added == [201]
+        async with open_site(tmp_path) as site:
+            (entry,) = (await site.get("/v1/engines")).body["engines"]
+            assert (entry["id"], entry["capacity"]) == ("e1", 9)
+
+
+async def test_an_engine_that_is_removed_before_it_is_stored_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, removed = Router.add, list[int]()
+    async with scripted() as engine:
+        async with open_site(tmp_path) as site:
+
+            async def then_removed(self: Router, spec: Any) -> Any:
+                status = await add(self, spec)
+                removed.append((await site.delete("/v1/engines/e1")).status)
+                return status
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Router, "add", then_removed)
+                answer = await site.post("/v1/engines", engine_table(engine))
+            assert (answer.status, removed) == (404, [204])
+        async with open_site(tmp_path) as site:
+            assert (await site.get("/v1/engines")).body == {"engines": []}
+
+
+async def test_all_engines_are_removed_though_another_call_removes_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, removed = Router._close_when_idle, list[int]()  # pyright: ignore[reportPrivateUsage]
+    async with scripted() as engine, open_site(tmp_path) as site:
+        for name in ("e1", "e2", "e3"):
+            assert (await site.post("/v1/engines", engine_table(engine, id=name))).status == 201
+
+        async def beside_another(self: Router, *member: Any) -> None:
+            if not removed:
+                removed.append(0)
+                removed.append((await site.delete("/v1/engines/e2")).status)
+            await close(self, *member)
+
+        monkeypatch.setattr(Router, "_close_when_idle", beside_another)
+        assert (await site.delete("/v1/engines")).status == 204
+        assert removed == [0, 204]
+        assert (await site.get("/v1/engines")).body == {"engines": []}
 
 
 async def test_a_password_in_an_engines_address_is_never_shown(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollyard.store import SqliteStore
 from rollyard.testing.script import Reply
 from tests.service.site import OTHER, Site, engine_table, finish, open_site, scripted, task
 from tests.service.skill import CHECK, member_of, skilled
@@ -230,3 +231,22 @@ async def test_groups_that_do_not_fit_into_the_queue_need_no_memory(tmp_path: Pa
             tracemalloc.stop()
         assert (answer.status, answer.code) == (429, "queue_full")
         assert peak_bytes < 80_000_000  # 100 bytes for each rollout would be more
+
+
+async def test_a_group_ends_though_a_concurrent_call_that_also_names_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, states = SqliteStore.put_groups, list[str]()
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        group, taken = {"id": "g", "task": task(), "size": 2}, {"id": "taken", "task": task(), "size": 1}
+        assert (await site.post("/v1/groups", taken)).status == 202
+
+        async def after_the_other(self: SqliteStore, groups: Any, submissions: Any) -> Any:
+            if len(groups) == 2:
+                states.append((await site.post("/v1/groups", group)).body["groups"][0]["state"])
+            return await put(self, groups, submissions)
+
+        monkeypatch.setattr(SqliteStore, "put_groups", after_the_other)
+        refused = await site.post("/v1/groups", {"groups": [group, {**taken, "size": 3}]})
+        assert (refused.status, refused.code, states) == (409, "id_conflict", ["open"])
+        assert (await over(site, "g"))["state"] == "complete"

@@ -7,15 +7,17 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollyard.core import Score, Task
+from rollyard.core import Score, State, Task
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan, Start
 from rollyard.envs.base import ArtifactRule
 from rollyard.service.server import serve
+from rollyard.store import SqliteStore
+from rollyard.store.base import Page
 from rollyard.testing.script import FolderTokenizer, Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.service.prorl_parts import Trainer, as_trained, good, open_trainer, work
-from tests.service.site import OTHER, Site, engine_table, open_site, scripted, settings, shell
+from tests.service.site import OTHER, Site, engine_table, finish, open_site, scripted, settings, shell
 from tests.service.site import TRAINER as TENANT
 
 pytestmark = pytest.mark.slow
@@ -155,6 +157,30 @@ async def test_the_same_call_again_waits_for_the_same_rollout(tmp_path: Path) ->
         await trainer.post("/start")
         later = (await trainer.process(work())).body  # of the next batch: the weights have changed
         assert later["rollyard"]["rollout"] != first.body["rollyard"]["rollout"]
+
+
+async def test_stop_also_cancels_a_job_that_returns_to_the_queue_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing, missed = SqliteStore.list, list[State]()
+    async with scripted(Reply(finish(), latency_s=60.0)) as engine, open_trainer(tmp_path, engine) as trainer:
+        job = asyncio.create_task(trainer.process(work()))
+        pipeline = trainer.site.served.app_state.pipeline
+        async with asyncio.timeout(60):
+            while not any(attempt.state is State.RUN for attempt in pipeline.live.values()):
+                await asyncio.sleep(0.01)
+
+        async def without_it(self: SqliteStore, **options: Any) -> Page:
+            page = await listing(self, **options)
+            if options.get("state") is State.RUN and not missed:
+                missed.append(State.RUN)
+                return Page((), None)
+            return page
+
+        monkeypatch.setattr(SqliteStore, "list", without_it)
+        await trainer.post("/stop")
+        assert missed and not pipeline.live
+        assert "stopped" in str((await job).body)
 
 
 async def test_every_start_sets_a_new_weight_version(tmp_path: Path) -> None:

@@ -1,16 +1,20 @@
 """Deleting a run or a group with a long queue: the response is immediate, the deletion continues without the caller."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollyard.core import Run, key_of
+from rollyard.core.failure import SandboxLost
 from rollyard.pipeline.pipeline import Pipeline
 from rollyard.service.routes import runs
 from rollyard.store import SqliteStore
 from rollyard.store.base import Stale
-from tests.service.site import OTHER, TRAINER, Site, engine_table, open_site, scripted, task
+from rollyard.testing.script import Reply
+from tests.service.site import OTHER, TRAINER, Site, engine_table, finish, open_site, scripted, task
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +67,7 @@ async def test_a_run_that_its_owner_creates_again_at_once_exists(tmp_path: Path)
         assert (await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status == 201
         again: list[int] = []
 
-        async def create_again(_: str) -> None:
+        async def create_again(_: Run) -> None:
             again.append((await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status)
 
         site.served.app_state.pipeline.on_deleted.append(create_again)
@@ -119,6 +123,73 @@ async def test_a_rollout_that_comes_back_during_the_deletion_does_not_stop_it(
         assert (await site.post("/v1/runs", {"id": "long"})).status == 201
         assert (await site.delete("/v1/runs/long")).status == 202
         await wait_deleted(site)
+
+
+async def test_an_attempt_that_is_lost_during_the_deletion_leaves_nothing_in_the_queue(tmp_path: Path) -> None:
+    async with (
+        scripted(Reply(finish(), latency_s=60.0)) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)], max_queued=1) as site,
+    ):
+        pipeline, key = site.served.app_state.pipeline, key_of("again", "a")
+        body = {"id": "a", "run": "again", "task": task()}
+        assert (await site.post("/v1/runs", {"id": "again"})).status == 201
+        assert (await site.post("/v1/rollouts", body)).status == 202
+        async with asyncio.timeout(60):
+            while key not in pipeline.live:
+                await asyncio.sleep(0.01)
+            await pipeline.cancelling.begin_deletion("again")
+            pipeline.live[key].stop(SandboxLost("it was killed"))  # it is repeated: it returns to the queue
+            while key in pipeline.live:
+                await asyncio.sleep(0.01)
+        assert len(pipeline.scheduler) == 0
+        await pipeline.delete_run("again")
+        assert pipeline.room == 1
+        assert (await site.post("/v1/runs", {"id": "again"})).status == 201
+        assert (await site.post("/v1/rollouts", body)).status == 202
+        async with asyncio.timeout(60):
+            while key not in pipeline.live:
+                await asyncio.sleep(0.01)
+        await site.delete_run("again")
+
+
+async def test_two_deletions_at_once_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, delete, deletions = SqliteStore.begin_deletion, Pipeline.delete_run, 0
+    both = asyncio.Barrier(2)
+
+    async def together(self: SqliteStore, run_id: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):  # the second call comes this far only if nothing serializes them
+                await both.wait()
+        await begin(self, run_id)
+
+    async def counted(self: Pipeline, run_id: str) -> None:
+        nonlocal deletions
+        deletions += 1
+        await delete(self, run_id)
+
+    monkeypatch.setattr(SqliteStore, "begin_deletion", together)
+    monkeypatch.setattr(Pipeline, "delete_run", counted)
+    async with open_site(tmp_path) as site:
+        assert (await site.post("/v1/runs", {"id": "twice"})).status == 201
+        answers = await asyncio.gather(site.delete("/v1/runs/twice"), site.delete("/v1/runs/twice"))
+        assert {answer.status for answer in answers} <= {202, 204}
+        await wait_deleted(site, "twice")
+    assert deletions == 1
+
+
+async def test_a_draw_of_a_new_run_is_kept_when_an_old_run_of_its_name_is_forgotten(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        app_state = site.served.app_state
+        assert (await site.post("/v1/runs", {"id": "name"})).status == 201
+        old = app_state.pipeline.run_of("name")
+        assert old is not None
+        await site.delete_run("name")
+        assert (await site.post("/v1/runs", {"id": "name"})).status == 201
+        draw = {"id": "d", "run": "name", "source": {"tasks": [task()]}, "group_size": 2}
+        assert (await site.post("/v1/draws", draw)).status == 201
+        for forget in app_state.pipeline.on_deleted:  # a sweep that deleted the old run has come this far
+            await forget(old)
+        assert app_state.sampler.loaded(key_of("name", "d")) is not None
 
 
 async def test_a_deletion_that_fails_is_not_reported_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,12 +182,12 @@ class Leasing:
                         _close(remaining.pop(rollout.id)[1])
                         pipeline.spawn(partial(self._run_here, rollout, run, pipeline.queued_s(row, rollout)))
                     else:
-                        pipeline.scheduler.push(row, time.monotonic() + LATER_S)
+                        pipeline.queue(row, LATER_S)
                 elif needs_seat and not self._is_seated(remaining, row, run):
-                    pipeline.scheduler.push(row, time.monotonic() + LATER_S)
+                    pipeline.queue(row, LATER_S)
                 elif (node := self._nodes.place(rollout, self._engines(run, needs_seat))) is None:
                     # The node that wanted it has left meanwhile.
-                    pipeline.scheduler.push(row, time.monotonic() + LATER_S)
+                    pipeline.queue(row, LATER_S)
                 else:
                     if not needs_seat:
                         _close(seat)
@@ -201,7 +201,7 @@ class Leasing:
             missed = [rollout.id for rollout, _, _ in assignments if rollout.id not in got]
             for rollout in await pipeline.store.get_many(missed) if missed else ():
                 if rollout.state is State.QUEUED:  # another transaction held it
-                    pipeline.scheduler.push(remaining[rollout.id][0], time.monotonic() + MISSED_S)
+                    pipeline.queue(remaining[rollout.id][0], MISSED_S)
                 else:
                     self._not_taken(rollout)
         finally:

@@ -161,6 +161,9 @@ class NodeLedger:
     async def leavings_among(self, ids: Sequence[str]) -> Sequence[str]:
         return [rollout_id for rollout_id in ids if rollout_id not in self._by_id]
 
+    async def forget_leavings(self, ids: Sequence[str]) -> None:
+        """Nothing to do: `sweep` returns each once."""
+
     async def get(self, rollout_id: str) -> Rollout:
         if rollout_id not in self._by_id:
             raise NotFound(f"rollout {rollout_id!r} is not at this node")

@@ -49,6 +49,7 @@ class Cancellation:
 
     def __init__(self, pipeline: CancellationHost) -> None:
         self._pipeline = pipeline
+        self._marking = asyncio.Lock()
         self.deleting: set[str] = set()
 
     async def cancel_many(self, ids: Sequence[str], detail: str) -> None:
@@ -61,12 +62,16 @@ class Cancellation:
                 if rollout_id not in ended:
                     await self._pipeline.cancel(rollout_id, detail)
 
-    async def begin_deletion(self, run_id: str) -> None:
-        """Marks a run for deletion. Durable when it returns: no rollout of the run starts any more. `delete` does the
-        rest, also after a restart."""
-        await self._pipeline.store.begin_deletion(run_id)
-        self.deleting.add(run_id)
-        self._pipeline.scheduler.drop_run(run_id)
+    async def begin_deletion(self, run_id: str) -> bool:
+        """Marks a run for deletion. Durable when it returns: no rollout of the run is queued any more. `delete` does
+        the rest, also after a restart. False if the run was marked before: its deletion is in progress."""
+        async with self._marking:
+            if run_id in self.deleting:
+                return False
+            await self._pipeline.store.begin_deletion(run_id)
+            self.deleting.add(run_id)
+            self._pipeline.scheduler.drop_run(run_id)
+            return True
 
     async def delete(self, run_id: str) -> None:
         """Cancels the run's rollouts that have not ended, waits for them and for calls that create something in it, and
@@ -75,16 +80,25 @@ class Cancellation:
         while True:
             while ids := await self._pipeline.store.queued_of(run_id, CANCELS):
                 await self._end(ids, detail)
-            for rollout_id in self._live_of(run_id):
-                await self._pipeline.cancel(rollout_id, detail)
-            while self._live_of(run_id) or self._pipeline.is_created_in(run_id):
-                await self._pipeline.changed()
+            await self._end_live(run_id, detail)
             try:
                 await self._pipeline.store.delete_run(run_id)
             except Stale:
                 await asyncio.sleep(AGAIN_S)
                 continue
             return
+
+    async def _end_live(self, run_id: str, detail: str) -> None:
+        """Cancels the run's live rollouts, and those that were being started and become live meanwhile, and waits until
+        they have ended and no call creates something in the run."""
+        cancelled: set[str] = set()
+        while (live := self._live_of(run_id)) or self._pipeline.is_created_in(run_id):
+            if not cancelled.issuperset(live):
+                for rollout_id in live:
+                    await self._pipeline.cancel(rollout_id, detail)
+                cancelled.update(live)
+            else:
+                await self._pipeline.changed()
 
     def _live_of(self, run_id: str) -> list[str]:
         return [rollout_id for rollout_id, attempt in self._pipeline.live.items() if attempt.run.id == run_id]

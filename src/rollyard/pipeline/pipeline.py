@@ -99,7 +99,7 @@ class Pipeline:
         self._idle = asyncio.Event()
         self.on_end: list[Callable[[Rollout], None]] = []  # called with every terminal record, after its commit
         self.on_swept: list[Callable[[SweepResult], None]] = []  # called with what retention has deleted
-        self.on_deleted: list[Callable[[str], Awaitable[None]]] = []  # called with each deleted run; its name is taken
+        self.on_deleted: list[Callable[[Run], Awaitable[None]]] = []  # called with each deleted run; its name is taken
         self.on_room: list[Callable[[], None]] = []  # called after everything that may free a place
         self.broken: StoreUnusable | None = None
         self.broke = asyncio.Event()  # the store is unusable: the process should end
@@ -262,7 +262,7 @@ class Pipeline:
         for rollout in stored:
             if rollout.state is State.QUEUED and not self.has(rollout.id):
                 self.executor.queued(rollout)
-                self.scheduler.push(_row(rollout, waited_s))
+                self.queue(_row(rollout, waited_s))
                 self.event_log.publish(rollout)
             elif rollout.state is State.ENDED:
                 self.event_log.publish(rollout)
@@ -399,7 +399,12 @@ class Pipeline:
     def requeued(self, rollout: Rollout, delay_s: float) -> None:
         self.metrics.attempt_lost(rollout.lost[-1])
         if not self.is_draining:
-            self.scheduler.push(_row(rollout), time.monotonic() + delay_s if delay_s else 0.0)
+            self.queue(_row(rollout), delay_s)
+
+    def queue(self, row: QueuedRow, delay_s: float = 0.0) -> None:
+        """Queues a rollout that the store has as queued. If its run is being deleted, the deletion ends it there."""
+        if row.run not in self.cancelling.deleting:
+            self.scheduler.push(row, time.monotonic() + delay_s if delay_s else 0.0)
 
     def wake(self) -> None:
         """Schedules an admission pass; calls made before it runs share it."""
@@ -535,15 +540,19 @@ class Pipeline:
         for listener in self.on_swept:
             listener(swept)
         for start in range(0, len(swept.rollouts), LEAVINGS):
-            for rollout_id in await self.store.leavings_among(swept.rollouts[start : start + LEAVINGS]):
+            few = swept.rollouts[start : start + LEAVINGS]
+            for rollout_id in await self.store.leavings_among(few):
                 await self.resources.artifacts.delete(rollout_id)
+            # At once: an id may be submitted and deleted again before the next sweep, with other files.
+            await self.store.forget_leavings(few)
 
     async def _forget_run(self, run_id: str, run: Run | None) -> None:
         """Forgets a run that the store has deleted, unless its owner has created it again meanwhile. Until it returns,
         no other token can take the name: a new run must find nothing of the old one."""
         self.event_log.forget_run(run_id)
-        for call in self.on_deleted:
-            await call(run_id)
+        if run is not None:
+            for call in self.on_deleted:
+                await call(run)
         if self._runs.get(run_id) is run:
             self._runs.pop(run_id, None)
             self.scheduler.forget_run(run_id)

@@ -119,7 +119,9 @@ class EvalRunner:
                 raise
             except Exception as error:
                 log.exception("an evaluation failed unexpectedly", extra={"evaluation": self.record.id})
-                await self._end("failed", "internal_error", f"{type(error).__name__}: {error}")
+                async with self._lock:
+                    if self.record.state == RUNNING:  # it may have been cancelled meanwhile
+                        await self._end("failed", "internal_error", f"{type(error).__name__}: {error}")
         await self._cancel_groups()
         self.over.set()
 

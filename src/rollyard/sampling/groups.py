@@ -64,23 +64,11 @@ class Groups:
                 opened.append(OpenGroup(group, task))
                 submissions += opened[-1].begin(range(group.size))
                 await loop_yield.step()
-            for one in opened:
-                self._open.setdefault(one.id, one)  # before the commit: a member may end right after it
-            already_open = {one.id for one in opened if self._open[one.id] is not one}
             bodies = [(one.group, body) for one, (_, _, body) in zip(opened, entries, strict=True)]
-            try:
-                groups, stored = await self._store.put_groups(bodies, submissions)
-            except BaseException:
-                for one in opened:
-                    if self._open.get(one.id) is one:
-                        del self._open[one.id]
-                raise
-        for one, group in zip(opened, groups, strict=True):
-            if group.state is GroupState.OPEN:
-                self._open.setdefault(group.id, one)  # a concurrent call may have failed and removed it
-            elif group.id not in already_open:
-                self._open.pop(group.id, None)
-        self._pipeline.enqueue(stored)
+            groups, stored = await self._store.put_groups(bodies, submissions)
+        created = {rollout.group for rollout in stored}  # none of the others: their members may have ended already
+        self._open.update({one.id: one for one in opened if one.id in created})
+        self._pipeline.enqueue(stored)  # only now can a member end
         return list(groups)
 
     def opened(self, group_id: str) -> OpenGroup | None:

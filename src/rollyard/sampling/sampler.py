@@ -153,8 +153,8 @@ class Sampler:
 
     async def delete_run(self, run_id: str, within_s: float) -> bool:
         """Deletes a run. False if it takes longer than `within_s`: it continues, also after a restart."""
-        await self._pipeline.cancelling.begin_deletion(run_id)
-        await asyncio.wait({self._own(self._delete_run(run_id), f"delete {run_id}")}, timeout=within_s)
+        if await self._pipeline.cancelling.begin_deletion(run_id):
+            await asyncio.wait({self._own(self._delete_run(run_id), f"delete {run_id}")}, timeout=within_s)
         return run_id not in self._pipeline.cancelling.deleting
 
     async def _delete_run(self, run_id: str) -> None:
@@ -170,14 +170,15 @@ class Sampler:
                 await runner.close("closed", "its run was deleted")
         self._drop_draws(run_id)
 
-    async def _forget_run(self, run_id: str) -> None:
-        self._drop_draws(run_id)  # one may have been read again during the deletion
+    async def _forget_run(self, run: Run) -> None:
+        self._drop_draws(run.id, run)  # one may have been read again during the deletion
         self.groups.notifier.ring_all()
         self.evals.notifier.ring_all()
 
-    def _drop_draws(self, run_id: str) -> None:
+    def _drop_draws(self, run_id: str, run: Run | None = None) -> None:
+        """Drops the draws of a run; if it is given, not those of a later run of its name."""
         for runner in [*self._draws.values(), *self._unloaded.values()]:
-            if runner.draw.run == run_id:
+            if runner.draw.run == run_id and (run is None or runner.run.created_at == run.created_at):
                 self._draws.pop(runner.draw.id, None)
                 self._unloaded.pop(runner.draw.id, None)
                 runner.let_go()

@@ -27,6 +27,7 @@ from rollyard.service.security.logins import Logins
 from rollyard.service.security.quotas import CreationQuotas
 from rollyard.service.security.tokens import Tokens
 from rollyard.service.settings import Settings
+from rollyard.service.stored_engines import StoredEngines
 from rollyard.store.base import ItemKind, Store
 
 _NAMES = {ItemKind.ROLLOUT: "rollout", ItemKind.GROUP: "group", ItemKind.DRAW: "draw", ItemKind.EVAL: "evaluation"}
@@ -46,6 +47,7 @@ class AppState:
     logins: Logins
     store: Store
     router: Router
+    engines: StoredEngines
     resources: StageResources
     pipeline: Pipeline
     sampler: Sampler

@@ -53,6 +53,7 @@ from rollyard.service.security.logins import Logins
 from rollyard.service.security.quotas import CreationQuotas
 from rollyard.service.security.tokens import Tokens, load_tokens
 from rollyard.service.settings import EngineSettings, Settings, SettingsError
+from rollyard.service.stored_engines import StoredEngines
 from rollyard.service.tasks import checked_task
 from rollyard.store import open_store
 from rollyard.store.base import Store, StoreUnusable
@@ -121,7 +122,7 @@ async def open_app(
             Catalog(settings.data_dir, store, is_busy=lambda: bool(pipeline.live))
         )
         pipeline.on_end.append(catalog.wake)
-        pipeline.on_deleted.append(catalog.forget_run)
+        pipeline.on_deleted.append(lambda run: catalog.forget_run(run.id))
         history = await stack.enter_async_context(History(pipeline, router))
         app_state = AppState(
             settings=settings,
@@ -129,6 +130,7 @@ async def open_app(
             logins=Logins(tokens, lifetime_s=settings.login_s, records=await store.logins()),
             store=store,
             router=router,
+            engines=StoredEngines(router, store, metrics),
             resources=resources,
             pipeline=pipeline,
             sampler=sampler,

@@ -584,12 +584,16 @@ class Store(Protocol):
     async def sweep(self, retention: Retention) -> SweepResult:
         """Deletes what is due, and empty runs.
 
-        The next sweep drops the rollouts that this one returned. After a crash in between they are returned again, so
-        that no file is left behind."""
+        The next sweep and `forget_leavings` drop the rollouts that this one returned. After a crash in between they are
+        returned again, so that no file is left behind."""
         ...
 
     async def leavings_among(self, ids: Sequence[str]) -> Sequence[str]:
         """Returns those of the rollouts that a sweep returned whose ids were not submitted again since."""
+        ...
+
+    async def forget_leavings(self, ids: Sequence[str]) -> None:
+        """Drops rollouts that a sweep returned: their files are deleted."""
         ...
 
     async def close(self) -> None:

@@ -725,6 +725,12 @@ async def deleting_a_run_deletes_its_rollouts(open_store: Open) -> None:
         assert len(leavings) == 130 and "r000" not in leavings  # the id is in use again: its files stay
         await store.submit([submission("r001")])
         assert list(await store.leavings_among(["r001", "r002", "unknown"])) == ["r002"]
+        await store.forget_leavings(leavings)
+        await store.submit([submission("r002")])
+        for name in ("r000", "r001", "r002"):  # with other files, and deleted again before the next sweep
+            await store.request_cancel(name, "")
+        await store.delete_run("run")
+        assert set((await store.sweep(Retention(3600))).rollouts) == {"r000", "r001", "r002"}
 
 
 @_check

@@ -22,12 +22,18 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from rollyard.core import Sampling
 from rollyard.core.failure import EngineFailure, EngineRefused
 from rollyard.engines.base import EngineInfo, EngineSpec, GenerateRequest, Generation, Kind
 from rollyard.engines.clients import replies
 from rollyard.engines.clients.http import HttpPool
-from rollyard.engines.clients.remote import HEALTH_S, NO_LOGPROBS_NOTE, UNSTREAMED_NOTE, EngineRequest, RemoteEngine
+from rollyard.engines.clients.remote import (
+    HEALTH_S,
+    NO_LOGPROBS_NOTE,
+    UNSTREAMED_NOTE,
+    EngineRequest,
+    RemoteEngine,
+    probe_request,
+)
 from rollyard.engines.clients.sampling_extra import allowed_extra
 from rollyard.engines.clients.streaming import TokenStream
 from rollyard.engines.clients.transport import EngineTransport
@@ -53,7 +59,7 @@ class ProrlEngine(RemoteEngine):
 
     async def probe(self) -> EngineInfo:
         """Samples one token: the protocol offers no other request."""
-        generation = await self._generate(GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1, seed=1))
+        generation = await self._generate(probe_request(seed=1))
         untrainable = () if generation.logprobs is not None else (NO_LOGPROBS_NOTE,)
         self._info = EngineInfo(
             model=self.spec.model or PurePath(self.spec.tokenizer).name or "unknown",

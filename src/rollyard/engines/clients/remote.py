@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from rollyard.core import Json, Message, Sampling
+from rollyard.core import Json, Message, Sampling, new_id
 from rollyard.core.engine import TOKENIZER_PATH
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout
 from rollyard.engines.base import (
@@ -92,6 +92,13 @@ class _ChatChoice(msgspec.Struct):
 class _ChatAnswer(msgspec.Struct):
     choices: list[_ChatChoice]
     usage: _Usage | None = None
+
+
+def probe_request(
+    prompt: tuple[int, ...] = (1, 2, 3), sampling: Sampling | None = None, *, seed: int | None = None, priority: int = 0
+) -> GenerateRequest:
+    """One token, for a probe. Its id is new: nodes probe at the same time, and SGLang refuses an id that is in use."""
+    return GenerateRequest(new_id("probe"), prompt, sampling or Sampling(), max_tokens=1, seed=seed, priority=priority)
 
 
 class RemoteEngine(ABC):
@@ -230,7 +237,7 @@ class RemoteEngine(ABC):
         """Whether the engine streams, tried with one token. An older version, or a proxy in front of it, may not."""
         self._is_streaming = True
         try:
-            await self._stream(GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1), lambda _: None)
+            await self._stream(probe_request(), lambda _: None)
         except (EngineRefused, EngineBroken):
             self._is_streaming = False
         return self._is_streaming
@@ -289,7 +296,7 @@ class RemoteEngine(ABC):
                 try:
                     await self._wire.stream(path, body, headers, take)
                 finally:
-                    del self._live[request.request_id]
+                    self._live.pop(request.request_id, None)
             if stream.finish is None:
                 raise self._wire.broken("a stream ended without a finish_reason")
         except (EngineFailure, TimeoutError) as error:

@@ -28,7 +28,14 @@ from rollyard.engines.clients import replies
 from rollyard.engines.clients.control import SglangControl
 from rollyard.engines.clients.http import HttpPool
 from rollyard.engines.clients.logprob_probe import TOP, logprob_semantics
-from rollyard.engines.clients.remote import NO_LOGPROBS_NOTE, UNSTREAMED_NOTE, EngineRequest, RemoteEngine, StreamError
+from rollyard.engines.clients.remote import (
+    NO_LOGPROBS_NOTE,
+    UNSTREAMED_NOTE,
+    EngineRequest,
+    RemoteEngine,
+    StreamError,
+    probe_request,
+)
 from rollyard.engines.clients.sampling_extra import allowed_extra
 from rollyard.engines.clients.streaming import TokenStream
 from rollyard.engines.clients.transport import MAX_DETAIL
@@ -86,7 +93,7 @@ class SglangEngine(RemoteEngine):
     async def probe(self) -> EngineInfo:
         card = await self._find_model()
         notes: list[str] = []
-        request = GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1, seed=1)
+        request = probe_request(seed=1)
         self._takes_seed = True
         try:
             generation = await self._generate(request)
@@ -231,7 +238,7 @@ class SglangEngine(RemoteEngine):
             raise failure
 
     async def _top_logprobs(self, prompt: tuple[int, ...], sampling: Sampling) -> Mapping[int, float]:
-        raw = await self._ask(GenerateRequest("probe", prompt, sampling, max_tokens=1), top=TOP)
+        raw = await self._ask(probe_request(prompt, sampling), top=TOP)
         tops = self._wire.read(raw, _Reply, "a generation").meta_info.output_top_logprobs
         first = tops[0] if tops else None
         return {token: value for value, token, _ in first or () if value is not None}

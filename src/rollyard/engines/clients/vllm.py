@@ -27,7 +27,13 @@ from rollyard.engines.clients import replies
 from rollyard.engines.clients.control import UNCONTROLLED_NOTE, VllmControl
 from rollyard.engines.clients.http import HttpPool
 from rollyard.engines.clients.logprob_probe import TOP, logprob_semantics
-from rollyard.engines.clients.remote import NO_LOGPROBS_NOTE, UNSTREAMED_NOTE, EngineRequest, RemoteEngine
+from rollyard.engines.clients.remote import (
+    NO_LOGPROBS_NOTE,
+    UNSTREAMED_NOTE,
+    EngineRequest,
+    RemoteEngine,
+    probe_request,
+)
 from rollyard.engines.clients.sampling_extra import allowed_extra
 from rollyard.engines.clients.streaming import TokenStream
 from rollyard.engines.clients.vllm_bodies import (
@@ -68,7 +74,7 @@ class VllmEngine(RemoteEngine):
     async def probe(self) -> EngineInfo:
         card = await self._find_model()
         notes: list[str] = []
-        first = GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1)
+        first = probe_request()
         self._api = GENERATE
         try:
             generation = await self._generate(first)
@@ -249,7 +255,7 @@ class VllmEngine(RemoteEngine):
     # --- used by the probe
 
     async def _top_logprobs(self, prompt: tuple[int, ...], sampling: Sampling) -> Mapping[int, float]:
-        raw = await self._ask(GenerateRequest("probe", prompt, sampling, max_tokens=1), top=TOP)
+        raw = await self._ask(probe_request(prompt, sampling), top=TOP)
         try:
             if self._api == GENERATE:
                 content = only(self._wire.read(raw, Reply, "a generation").choices).logprobs
@@ -262,13 +268,13 @@ class VllmEngine(RemoteEngine):
             raise self._wire.broken(str(error)) from None
 
     async def _reports_versions(self) -> bool:
-        raw = await self._ask(GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1), top=0)
+        raw = await self._ask(probe_request(), top=0)
         return only(self._wire.read(raw, Reply, "a generation").choices).weight_versions is not None
 
     async def _accepts_priority(self) -> bool:
         self._takes_priority = True
         try:
-            await self._ask(GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1, priority=1), top=0)
+            await self._ask(probe_request(priority=1), top=0)
         except EngineRefused:
             self._takes_priority = False
         return self._takes_priority

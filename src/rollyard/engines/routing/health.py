@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from rollyard.core import Sampling
+from rollyard.core import Sampling, new_id
 from rollyard.core.failure import EngineFailure, EngineTimeout
 from rollyard.engines.base import Engine, GenerateRequest, Generation, Kind, Role
 from rollyard.engines.pool.pool import Health, PoolMember
@@ -102,7 +102,7 @@ class HealthWatch:
                 if not await engine.healthy():
                     raise EngineTimeout(f"engine {member.id}: its health check failed")
                 if engine.spec.kind is not Kind.OPENAI:
-                    request = GenerateRequest(f"trial-{member.id}", (1, 2, 3), Sampling(), max_tokens=1)
+                    request = GenerateRequest(new_id("trial"), (1, 2, 3), Sampling(), max_tokens=1)
                     generation = await engine.generate(request)
         except TimeoutError:
             raise EngineTimeout(f"engine {member.id} sampled nothing in {self._settings.probe_s} s") from None

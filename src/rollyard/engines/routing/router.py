@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Self
 
@@ -144,9 +144,13 @@ class Router:
 
     async def remove(self, engine_id: str) -> None:
         """Removes an engine. Its running calls are cut, and continue on other engines from the sampled tokens."""
+        await self.detach(engine_id)
+
+    def detach(self, engine_id: str) -> Coroutine[None, None, None]:
+        """Detaches an engine, at once, and returns what waits for the end of its calls and closes it."""
         if engine_id not in self._members:
             raise NotFound(f"there is no engine {engine_id!r}", remedy=LISTED)
-        await self._close_when_idle(*self._detach(engine_id))
+        return self._close_when_idle(*self._detach(engine_id))
 
     def _detach(self, engine_id: str) -> tuple[PoolMember, asyncio.Task[None] | None]:
         """Detaches the engine; it is no longer selectable."""

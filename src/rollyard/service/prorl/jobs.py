@@ -44,6 +44,7 @@ RUN = "prorl"
 PREFIX = f"{RUN}."  # of rollouts' ids
 PATCH = "patch"  # the artifact of `swe`
 STOPPED = "the intake was stopped"
+AGAIN_S = 0.05  # between two looks for rollouts that have not ended
 STOP_S = 20.0  # for sandboxes to end; the trainer waits 30 s for a /stop
 
 
@@ -148,22 +149,34 @@ class ProrlJobs:
     async def cancel_all(self) -> None:
         """Cancels all rollouts that have not ended, and waits up to `STOP_S` for them: then weights may change."""
         self._stops += 1
+        newest = (await self._app_state.store.list(runs=[RUN], limit=1, is_newest_first=True)).rollouts
+        cancelled, quiet_passes = set[tuple[str, int]](), 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                while newest and quiet_passes < 2:  # one pass may miss a rollout that returns to the queue meanwhile
+                    remaining = await self._cancel_up_to(newest[0].seq, cancelled)
+                    quiet_passes = 0 if remaining else quiet_passes + 1
+                    await asyncio.sleep(AGAIN_S)
+
+    async def _cancel_up_to(self, seq: int, cancelled: set[tuple[str, int]]) -> int:
+        """Cancels those up to that number that have not ended, each attempt once, and returns how many they are."""
+        store, remaining = self._app_state.store, 0
         for state in State:
             if state is State.ENDED:
                 continue
             after: str | None = None
             while True:
-                page = await self._app_state.store.list(state=state, runs=[RUN], after=after, limit=1000)
+                page = await store.list(state=state, runs=[RUN], after=after, limit=1000)
                 for rollout in page.rollouts:
-                    await self._app_state.pipeline.cancel(rollout.id, STOPPED)
+                    attempt = (rollout.id, rollout.attempt)
+                    remaining += rollout.seq <= seq
+                    if rollout.seq <= seq and attempt not in cancelled:
+                        cancelled.add(attempt)
+                        await self._app_state.pipeline.cancel(rollout.id, STOPPED)
                 after = page.next_cursor
                 if after is None or not page.rollouts:
                     break
-        pipeline = self._app_state.pipeline
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
-                while any(attempt.run.id == RUN for attempt in pipeline.live.values()):
-                    await pipeline.changed()
+        return remaining
 
     def counts(self) -> dict[str, int]:
         """ProRL Agent's counters, for this run only."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -187,14 +188,9 @@ async def add_llm_server(request: Request) -> Response:
     spec = check_body(raw, EngineBody).to_spec()
     check_reachable(spec, app_state.settings)
     try:
-        await app_state.router.add(spec)
+        await app_state.engines.add(spec)
     except EngineExists:
         return reply({"status": f"LLM server address {body.address} has already been added"})
-    try:
-        await app_state.store.put_engine(spec)
-    except BaseException:
-        await app_state.router.remove(spec.id)  # an engine that is not stored must not be used
-        raise
     return reply({"status": f"Added LLM server address: {body.address}"})
 
 
@@ -212,12 +208,8 @@ async def clear_llm_server(request: Request) -> Response:
 
 
 async def _remove(app_state: AppState, name: str) -> None:
-    try:
-        await app_state.router.remove(name)
-    except NotFound:
-        return  # removed by a concurrent call
-    await app_state.store.delete_engine(name)
-    app_state.pipeline.metrics.engine_removed(name)
+    with suppress(NotFound):  # removed by a concurrent call
+        await app_state.engines.remove(name)
 
 
 # --- what they share ----------------------------------------------------------------------------------

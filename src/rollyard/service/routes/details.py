@@ -78,6 +78,7 @@ async def get_requests(request: Request, rollout_id: str, run: InRun = None) -> 
             body = trajectory.requests or NO_REQUESTS
         else:
             _check_kept(rollout)
+    app_state.require_still_readable(caller_of(request), rollout.run)  # the node may have taken a while
     return Response(body or UNKNOWN_REQUESTS, media_type="application/json")
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from rollyard.core import check_id
-from rollyard.service.app_state import AppState, app_state_of
+from rollyard.core.failure import NotFound
+from rollyard.service.app_state import app_state_of
 from rollyard.service.engine_address import check_reachable
 from rollyard.service.openapi import json_body
 from rollyard.service.schemas.engine import EngineBody
@@ -26,13 +29,7 @@ async def add_engine(request: Request) -> Response:
     spec = (await read_body(request, EngineBody)).to_spec()
     check_reachable(spec, app_state.settings)
     await app_state.audit(request, "add_engine", spec.id, url=without_password(spec.url), policy=spec.policy)
-    status = await app_state.router.add(spec)
-    try:
-        await app_state.store.put_engine(spec)
-    except BaseException:
-        await app_state.router.remove(spec.id)  # an engine that is not stored must not be used
-        raise
-    return reply(engine_object(status, for_operator=True), 201)
+    return reply(engine_object(await app_state.engines.add(spec), for_operator=True), 201)
 
 
 @router.get("/engines")
@@ -49,7 +46,7 @@ async def remove_engine(request: Request, engine_id: str) -> Response:
     require_admin(request)
     app_state = app_state_of(request)
     await app_state.audit(request, "remove_engine", engine_id)
-    await _remove(app_state, check_id(engine_id, "engine"))
+    await app_state.engines.remove(check_id(engine_id, "engine"))
     return Response(status_code=204)
 
 
@@ -60,11 +57,6 @@ async def clear_engines(request: Request) -> Response:
     app_state = app_state_of(request)
     await app_state.audit(request, "remove_engine", "*")
     for status in app_state.router.list():
-        await _remove(app_state, status.spec.id)
+        with suppress(NotFound):  # another call has removed it meanwhile
+            await app_state.engines.remove(status.spec.id)
     return Response(status_code=204)
-
-
-async def _remove(app_state: AppState, engine_id: str) -> None:
-    await app_state.router.remove(engine_id)
-    await app_state.store.delete_engine(engine_id)
-    app_state.pipeline.metrics.engine_removed(engine_id)

@@ -451,21 +451,24 @@ class SqlStore(ABC):
         return total
 
     async def sweep(self, retention: Retention) -> SweepResult:
-        """Call it again when the artifacts of the returned ids are deleted; until then, the ids are returned again
-        after a restart."""
         await self._from_client(retention_sql.save_clock)
         before = self._clock.now() - retention.max_age_s
         while await self._from_client(partial(retention_sql.forget_batches, before=before)):
             pass
         deleted = {table: await self._forget(table, before) for table in retention_sql.TABLES}
-        for start in range(0, len(self._swept), retention_sql.LEAVINGS):
-            few = self._swept[start : start + retention_sql.LEAVINGS]
-            await self._from_client(partial(retention_sql.forget_leavings, ids=few))
+        await self.forget_leavings(self._swept)
         self._swept = await self._leavings()
         return SweepResult(tuple(self._swept), tuple(deleted["draws"]), tuple(deleted["runs"]))
 
     async def leavings_among(self, ids: Sequence[str]) -> Sequence[str]:
         return await self._read(partial(retention_sql.leavings_among, ids=ids))
+
+    async def forget_leavings(self, ids: Sequence[str]) -> None:
+        for start in range(0, len(ids), retention_sql.LEAVINGS):
+            few = ids[start : start + retention_sql.LEAVINGS]
+            await self._from_client(partial(retention_sql.forget_leavings, ids=few))
+        forgotten = set(ids)
+        self._swept = [named for named in self._swept if named not in forgotten]
 
     async def _leavings(self) -> list[str]:
         named = list[str]()
