@@ -29,7 +29,7 @@ test: ## the whole test suite, with the real vLLM and real tokenizers
 	@scripts/real-parts
 	$(PYTEST)
 
-quick: ## the tests that take less than a second each
+quick: ## the tests that take less than ten seconds each and need no vLLM, torch or trainer
 	@scripts/setup dev
 	$(PYTEST) -m "not slow and not vllm and not trainers and not local"
 

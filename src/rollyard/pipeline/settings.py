@@ -11,7 +11,7 @@ class PipelineSettings:
     run_slots: int = 256
     eval_slots: int = 32
     ready_slots: int = 16  # set-up rollouts that may wait for RUN
-    max_live: int | None = None  # budget of live sandboxes, INIT to EVAL; None: the sum of all the slots above
+    max_live: int | None = None  # budget of live rollouts, INIT to EVAL; None: the sum of all the slots above
     max_queued: int = 100_000  # beyond it submit returns 429
     max_attempts: int = 3
     eval_attempts: int = 3  # tries of EVAL per attempt when infrastructure fails

@@ -251,7 +251,7 @@ class Settings(BaseModel):
     eval_slots: Count = Field(default=32, description="Rollouts in EVAL at once.")
     ready_slots: int = Field(default=16, ge=0, le=1_000_000, description="Size of the READY buffer.")
     max_live: Count | None = Field(
-        default=None, description="Maximum number of live sandboxes; unset: the sum of all slots."
+        default=None, description="Maximum number of live rollouts, from INIT to EVAL; unset: the sum of all slots."
     )
     max_runs: Count = Field(
         default=5000, description="Maximum number of runs that one token may have created; evaluations have a run each."

@@ -39,7 +39,7 @@ def resize(
     ready: Annotated[int | None, typer.Option(min=0, help="Rollouts that may wait in READY for RUN.")] = None,
     run_: Annotated[int | None, typer.Option("--run", min=0, help="Rollouts in RUN at once.")] = None,
     eval_: Annotated[int | None, typer.Option("--eval", min=0, help="Rollouts in EVAL at once.")] = None,
-    live: Annotated[int | None, typer.Option(min=0, help="Maximum live sandboxes.")] = None,
+    live: Annotated[int | None, typer.Option(min=0, help="Maximum live rollouts, from INIT to EVAL.")] = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,

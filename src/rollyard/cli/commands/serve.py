@@ -29,7 +29,7 @@ def serve(
         str | None, typer.Option(help="Model of the engines given here; else the first they list.")
     ] = None,
     prorl: Annotated[
-        bool | None, typer.Option("--prorl", help="Also serve the reference system's API, for its trainers.")
+        bool | None, typer.Option("--prorl", help="Also serve the API of ProRL Agent, for its trainers.")
     ] = None,
     runtime: Annotated[str | None, typer.Option(help="Default sandbox runtime of tasks; also allows it.")] = None,
     fleet: Annotated[
@@ -47,7 +47,7 @@ def serve(
     run_slots: Annotated[int | None, typer.Option(help="Rollouts in RUN at once.")] = None,
     eval_slots: Annotated[int | None, typer.Option(help="Rollouts in EVAL at once.")] = None,
     ready_slots: Annotated[int | None, typer.Option(help="Rollouts that may wait in READY for RUN.")] = None,
-    max_live: Annotated[int | None, typer.Option(help="Maximum live sandboxes.")] = None,
+    max_live: Annotated[int | None, typer.Option(help="Maximum live rollouts, from INIT to EVAL.")] = None,
     max_queued: Annotated[int | None, typer.Option(help="Maximum queued rollouts; further submits get 429.")] = None,
     drain_s: Annotated[float | None, typer.Option(help="Seconds for RUN and EVAL to end at SIGTERM.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
