@@ -6,7 +6,7 @@ Invariant: a page that is requested again has the same content.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,7 +41,8 @@ async def load_group(store: Store, group: Group, *, with_traces: bool) -> Loaded
     rollouts = await rollouts_of(store, group)
     trajectories: dict[str, Trajectory] = {}
     if with_traces:
-        member_ids = [rollout.id for rollout in rollouts if rollout.index in group.members]
+        indices = frozenset(group.members)
+        member_ids = [rollout.id for rollout in rollouts if rollout.index in indices]
         for start in range(0, len(member_ids), AT_ONCE):
             ids = member_ids[start : start + AT_ONCE]
             loaded = await asyncio.gather(*map(store.trajectory, ids))
@@ -72,6 +73,7 @@ def cursor(place: int) -> str:
 
 
 def group_object(group: Group, rollouts: Sequence[Rollout] = ()) -> JsonObject:
+    members = frozenset(group.members)
     return {
         "id": id_of(group.id),
         "run": group.run,
@@ -91,19 +93,19 @@ def group_object(group: Group, rollouts: Sequence[Rollout] = ()) -> JsonObject:
         "newest_version": group.newest_version,
         "staleness": group.staleness,
         "stats": group.stats,
-        "members": [_member(group, rollout) for rollout in rollouts],
+        "members": [_member(members, rollout) for rollout in rollouts],
         "created_at": group.created_at,
         "updated_at": group.updated_at,
     }
 
 
-def _member(group: Group, rollout: Rollout) -> JsonObject:
+def _member(members: Set[int], rollout: Rollout) -> JsonObject:
     end = end_of(rollout) if rollout.ending else None
     failure = rollout.ending.failure if rollout.ending else None
     return {
         "index": rollout.index,
         "rollout": id_of(rollout.id),
-        "is_member": rollout.index in group.members,
+        "is_member": rollout.index in members,
         "state": rollout.state,
         "outcome": rollout.ending.outcome if rollout.ending else None,
         "reward": end.reward if end else None,
@@ -117,9 +119,9 @@ def _member(group: Group, rollout: Rollout) -> JsonObject:
 def _with_rollouts(loaded: LoadedGroup, *, with_traces: bool) -> JsonObject:
     """A group with the complete records of its members. The task is in the group only, not in each record."""
     body = group_object(loaded.group, loaded.rollouts)
-    members: list[JsonObject] = []
+    members, indices = list[JsonObject](), frozenset(loaded.group.members)
     for rollout in loaded.rollouts:
-        if rollout.index not in loaded.group.members:
+        if rollout.index not in indices:
             continue
         one = {name: value for name, value in record(rollout).items() if name != "task"}
         trajectory = loaded.trajectories.get(rollout.id)

@@ -26,6 +26,8 @@ export const caller = signal(undefined);
 /** Why the last sign-in ended: an ApiError, or null. Shown on the sign-in page. */
 export const lastRefusal = signal(null);
 
+const REPLY_MS = 30_000; // a connection whose other end is gone may never report it (a tunnel, after the machine slept)
+const LARGE_REPLY_MS = 180_000; // for a trajectory, over a slow connection
 const KEY = "rollyard-page-key";
 let ownKey = ""; // where the browser keeps nothing
 
@@ -40,6 +42,10 @@ function keepPageKey(key) {
     if (key) localStorage.setItem(KEY, key);
     else localStorage.removeItem(KEY);
   } catch { /* this tab has it */ }
+}
+
+if (!isOffline) { // another tab has signed in or out: this one may show what only the former caller could read
+  addEventListener("storage", (event) => { if (event.key === KEY && caller.value !== undefined) location.reload(); });
 }
 
 const recorded = isOffline ? JSON.parse(document.getElementById("recorded").textContent) : null;
@@ -58,21 +64,33 @@ function replay(method, path, query = {}) {
   return body;
 }
 
+/** A signal that aborts with `abort`, or when the time is over. `end` must be called. */
+function limited(abort, ms) {
+  const own = new AbortController(), stop = () => own.abort();
+  const timer = setTimeout(stop, ms);
+  if (abort?.aborted) stop();
+  abort?.addEventListener("abort", stop);
+  return { signal: own.signal, end: () => { clearTimeout(timer); abort?.removeEventListener("abort", stop); } };
+}
+
 async function call(method, path, { query, body, abort } = {}) {
   if (isOffline) return replay(method, path, query);
   const url = address(path, query);
   const headers = { accept: "application/json", "x-rollyard-page": pageKey() || "none" };
   if (body !== undefined) headers["content-type"] = "application/json";
   let response, text;
+  const limit = method === "GET" ? limited(abort, query?.include === "trajectory" || path.endsWith("/texts") ? LARGE_REPLY_MS : REPLY_MS) : null;
   try {
     response = await fetch(url, {
       method, headers, body: body === undefined ? undefined : JSON.stringify(body),
-      credentials: "same-origin", redirect: "error", signal: abort, cache: "no-store",
+      credentials: "same-origin", redirect: "error", signal: limit ? limit.signal : abort, cache: "no-store",
     });
     text = await response.text();
   } catch (error) {
-    if (error.name !== "AbortError") connection.value = "lost";
+    if (!abort?.aborted) connection.value = "lost";
     throw error;
+  } finally {
+    limit?.end();
   }
   connection.value = "ok";
   let data = null;

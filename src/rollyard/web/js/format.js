@@ -66,3 +66,24 @@ export function ago(value) {
 export function plural(number, one, many = `${one}s`) {
   return `${count(number)} ${number === 1 ? one : many}`;
 }
+
+const MOST_INDENTED = 12; // levels: the spaces before deeper lines would be longer than the value
+
+/** Whether a value is nested deeper than `most` levels. */
+export function isDeeper(value, most) {
+  let level = [value];
+  for (let depth = 0; level.length; depth++) {
+    if (depth > most) return true;
+    level = level.flatMap((one) => (one && typeof one === "object" ? Object.values(one) : []));
+  }
+  return false;
+}
+
+/** A value as JSON for people to read. */
+export function jsonText(value) {
+  try {
+    return JSON.stringify(value, null, isDeeper(value, MOST_INDENTED) ? 0 : 2) ?? "";
+  } catch {
+    return "(nested too deeply to show)";
+  }
+}

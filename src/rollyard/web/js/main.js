@@ -1,9 +1,9 @@
 // The start of the page: signs in, then shows the view of the address inside the frame.
 import { html, render, signal, useEffect, useRef } from "./dom.js";
 import { caller, connection, get, isTransient, lastRefusal, pauseMs, refuse, signIn, signOut } from "./api.js";
-import { go, leave, Link, match, place } from "./router.js";
+import { go, isOffline, leave, Link, match, place } from "./router.js";
 import { ThemeButton } from "./theme.js";
-import { Loading, ownRuns, Page, Problem, reveal } from "./ui.js";
+import { Boundary, Loading, ownRuns, Page, Problem, reveal } from "./ui.js";
 
 Object.preventExtensions(Object.prototype); // hostile keys in data cannot change what all objects have
 
@@ -44,11 +44,18 @@ async function loadView(pattern, load) {
   const set = (found) => { loaded.value = { ...loaded.value, [pattern]: found }; };
   if (Object.hasOwn(loaded.value, pattern)) return;
   set(null);
-  set((await patiently(load, set)).default);
+  const found = await patiently(() => load().catch((error) => {
+    if (error instanceof SyntaxError) return { default: error }; // of another version than this page; it stays so
+    throw error;
+  }), set);
+  set(found.default);
 }
 
-/** The script of a view that has not arrived. It is requested again. */
+/** The script of a view that has not arrived. It is requested again; one that does not fit to the others never will. */
 function Unloaded({ error }) {
+  if (error instanceof SyntaxError) {
+    return html`<${Page} title="Reload this page"><p>The service was updated while this page was open.</p><p><button type="button" onClick=${() => location.reload()}>Reload</button></p><//>`;
+  }
   return html`<${Page} title="Not loaded yet"><${Problem} error=${error} /><//>`;
 }
 
@@ -63,7 +70,7 @@ function View() {
       return html`<${Loading} />`;
     }
     if (view instanceof Error) return html`<${Unloaded} error=${view} />`;
-    return html`<${view} key=${path} ...${parameters} />`;
+    return html`<${Boundary} key=${path}><${view} key=${path} ...${parameters} /><//>`;
   }
   return html`<${Page} title="Not found"><p>There is no page ${path}.</p><p><${Link} path="/">Go to the overview<//></p><//>`;
 }
@@ -145,5 +152,6 @@ async function start() {
   }
 }
 
+addEventListener("hashchange", () => { if (!isOffline && location.hash.startsWith("#code=")) location.reload(); }); // a link to sign in
 start();
 export { go };

@@ -1,11 +1,12 @@
 // Small components that several views use.
-import { html, useEffect, useRef } from "./dom.js";
+import { html, signal, useEffect, useErrorBoundary, useRef } from "./dom.js";
 import { ApiError, caller, isTransient } from "./api.js";
 import { ago, table, time } from "./format.js";
 import { enter } from "./router.js";
 import { Visible } from "./text.js";
 
 const TITLE_CHARACTERS = 80;
+const TICK_MS = 30_000;
 
 /**
  * The frame of a view: its heading, an optional line below it, and controls on the right. The window gets its title, and
@@ -50,8 +51,20 @@ export function Badge({ value, tone }) {
   return html`<span class="badge ${tone || TONES[value] || "plain"}"><${Visible} text=${String(value)} /></span>`;
 }
 
+const tick = signal(0); // so that "5 s ago" does not stay on a page whose data no longer changes
+setInterval(() => { if (!document.hidden) tick.value += 1; }, TICK_MS);
+
 export function Time({ at }) {
+  void tick.value;
   return at ? html`<time datetime=${new Date(1000 * at).toISOString()} title=${time(at)}>${ago(at)}</time>` : "–";
+}
+
+/** A part of a page. If it cannot be shown, its place says so, and the rest of the page stays. */
+export function Boundary({ children }) {
+  const [error, retry] = useErrorBoundary((failure) => console.warn(failure));
+  if (!error) return children;
+  return html`<div class="problem" role="alert"><h2>This part cannot be shown</h2><p>The page failed: <${Visible} text=${String(error.message || error).slice(0, 300)} /></p>
+    <p>The data is not affected: <code>rollyard rollouts show</code> prints it.</p><button type="button" onClick=${retry}>Try again</button></div>`;
 }
 
 export function Loading() {

@@ -37,10 +37,8 @@ export function Choice({ label, name, options }) {
     ${options.map(([value, text]) => html`<option value=${value} selected=${value === now}>${text}</option>`)}</select></label>`;
 }
 
-const compare = (one, other) => {
-  if (typeof one === "number" && typeof other === "number") return one - other;
-  return String(one).localeCompare(String(other), "en", { numeric: true });
-};
+const words = new Intl.Collator("en", { numeric: true });
+const compare = (one, other) => (typeof one === "number" && typeof other === "number" ? one - other : words.compare(String(one), String(other)));
 
 /** The rows in the order of `sort`: a column's name, "-" before it for descending. Rows without a value come last. */
 export function sorted(rows, columns, sort) {
@@ -82,12 +80,13 @@ export function DataTable({ label, columns, rows, rowKey, empty = "None.", sort 
     ${rows.length > shown.length && html`<button type="button" class="fold" onClick=${() => setQuery({ [`${prefix}rows`]: String(limit + ROWS) }, { replace: true })}>Show more (${count(rows.length - shown.length)} left)</button>`}`;
 }
 
-/** Steps through a list that the service returns in pages, newest first. `name`: the cursor's parameter. */
-export function Pages({ label, name, next }) {
-  const now = place.value.query[name];
-  if (!now && !next) return null;
-  return html`<nav class="pages" aria-label=${label}>
-    <button type="button" disabled=${!now} onClick=${() => setQuery({ [name]: "" })}>Newest</button>
-    <button type="button" disabled=${!next} onClick=${() => setQuery({ [name]: next })}>Older</button>
-  </nav>`;
+/**
+ * Steps through a list that the service returns in pages, newest first. `name`: the cursor's parameter. `of`: the page, as
+ * `usePolled` returns it. The buttons stay while a page loads, and are never really disabled: both would lose the focus.
+ */
+export function Pages({ label, name, of }) {
+  const now = place.value.query[name], next = of.data?.next;
+  if (!now && !next && !of.isLoading) return null;
+  const button = (text, isPossible, to) => html`<button type="button" aria-disabled=${String(!isPossible)} onClick=${() => isPossible && setQuery({ [name]: to })}>${text}</button>`;
+  return html`<nav class="pages" aria-label=${label}>${button("Newest", Boolean(now), "")}${button("Older", Boolean(next), next)}</nav>`;
 }

@@ -3,7 +3,7 @@
 // In a long one, messages off the screen cost no layout (content-visibility in css/rollout.css), so hundreds are shown at
 // once and the browser's own search finds text in all of them.
 import { html, useLayoutEffect, useMemo, useRef, useState } from "../dom.js";
-import { count, plural, short, table } from "../format.js";
+import { count, jsonText, plural, short, table } from "../format.js";
 import { href, place, setQuery } from "../router.js";
 import { LongText, Visible } from "../text.js";
 import { Empty } from "../ui.js";
@@ -15,7 +15,7 @@ const MOST_ARGUMENTS = 40; // fields of one call; the others are shown as one JS
 const NEAR_END_PX = 80; // a reader this close to the end follows a conversation that grows
 
 function Argument({ name, value }) {
-  const text = typeof value === "string" ? value : JSON.stringify(value, null, 2);
+  const text = useMemo(() => (typeof value === "string" ? value : jsonText(value)), [value]);
   const isShort = text.length <= 100 && !text.includes("\n");
   return html`<div class="argument ${isShort ? "short" : ""}"><dt><${Visible} text=${name} /></dt><dd><${LongText} text=${text} /></dd></div>`;
 }

@@ -1,6 +1,7 @@
 // The data of one rollout: its addresses, its conversation while it runs, and values that several parts derive from it.
 import { useEffect, useState } from "../dom.js";
 import { get } from "../api.js";
+import { isDeeper, jsonText } from "../format.js";
 
 /** The addresses that the rollout view reads. js/views/rollout.js lists them for the exporter. */
 export function addressesOf(run, id, group) {
@@ -80,7 +81,7 @@ export function useLiveMessages([path, query], isLive) {
 export function textOf(content) {
   if (typeof content === "string") return content;
   if (content === null || content === undefined) return "";
-  if (!Array.isArray(content)) return JSON.stringify(content);
+  if (!Array.isArray(content)) return jsonText(content);
   return content.map((part) => {
     if (typeof part === "string") return part;
     if (part && typeof part.text === "string") return part.text;
@@ -88,7 +89,9 @@ export function textOf(content) {
   }).join("\n");
 }
 
-/** The tool calls of a message: [{id, name, given}], where `given` is an object, or a text that is not JSON. */
+const MOST_LEVELS = 100; // of arguments; deeper ones are shown as the text that they are
+
+/** The tool calls of a message: [{id, name, given}], where `given` is an object, or a text that is shown as it is. */
 export function callsOf(message) {
   if (!Array.isArray(message.tool_calls)) return [];
   return message.tool_calls.map((call) => {
@@ -97,9 +100,10 @@ export function callsOf(message) {
     if (typeof given === "string") {
       try {
         const parsed = JSON.parse(given);
-        if (parsed && typeof parsed === "object" && !Array.isArray(parsed)) given = parsed;
+        if (parsed && typeof parsed === "object" && !Array.isArray(parsed) && !isDeeper(parsed, MOST_LEVELS)) given = parsed;
       } catch { /* shown as the text that it is */ }
     }
+    if (isDeeper(given, MOST_LEVELS)) given = jsonText(given);
     return { id: String((call && call.id) || ""), name: String(inner.name || "?"), given: given === undefined || given === null ? {} : given };
   });
 }
@@ -139,14 +143,16 @@ export function turnsOf(messages, known) {
   return turns;
 }
 
+export const memberOf = (group, index) => group?.members.find((one) => one.index === index);
+
 /**
- * The advantage of a member, by its index: {value, why}. The value is (reward − mean) / spread of the members that are
+ * The advantage of a member of a group: {value, why}. The value is (reward − mean) / spread of the members that are
  * trained on, 0 without a spread; null with the reason if it has none.
  */
-export function advantageOf(group, index) {
+export function advantageOf(group, member) {
   const none = (why) => ({ value: null, why });
   if (!group || !group.stats || group.state === "open") return none("Its group is not complete yet.");
-  const member = group.members.find((one) => one.index === index), { mean, spread } = group.stats;
+  const { mean, spread } = group.stats;
   if (!member || typeof member.reward !== "number") return none("It has no reward.");
   if (!member.is_member) return none("Its group does not count it.");
   if (!member.trainable || typeof mean !== "number") return none("It is not trained on.");

@@ -13,7 +13,8 @@ const CHUNK = 40;
 const LIVE_MS = 2000; // between two reads of a rollout that runs
 
 /**
- * All messages of a rollout, page by page, and those that follow while it runs: {messages, isAvailable, isLive, error}.
+ * The first messages of a rollout, page by page, and those that follow while it runs: {messages, isCut, isAvailable,
+ * isLive, error}. `isCut`: there may be more than `MOST_MESSAGES`, and no more are read.
  * A new attempt starts them again. So does its end: what is stored is not cut.
  */
 export function useAllMessages(run, id) {
@@ -31,8 +32,9 @@ export function useAllMessages(run, id) {
         const { messages, messageTurns } = pages;
         failures = 0;
         if (isSame && (!reply.messages.length || messages.length >= MOST_MESSAGES)) {
-          setState({ id, messages, messageTurns, isAvailable: reply.available, isLive, error: null });
-          if (!isLive || messages.length >= MOST_MESSAGES) return;
+          const isCut = messages.length >= MOST_MESSAGES;
+          setState({ id, messages: messages.slice(0, MOST_MESSAGES), messageTurns: messageTurns.slice(0, MOST_MESSAGES), isCut, isAvailable: reply.available, isLive: isLive && !isCut, error: null });
+          if (!isLive || isCut) return;
           waitMs = LIVE_MS;
         }
       } catch (error) {
@@ -120,12 +122,14 @@ export function Differences({ run, a, b }) {
   const names = [`Member ${a.index}`, `Member ${b.index}`];
   const running = [[left, a], [right, b]].filter(([side]) => side.isLive).map(([, member]) => member.index);
   const follows = running.length > 0 && html`<p class="note live-mark" role="status">Member ${running.join(" and member ")} ${running.length === 1 ? "runs" : "run"}: this follows.</p>`;
-  if (isSame) return html`${follows}<p>${plural(shared, "message")}: both members said the same${running.length ? " so far" : ""}.</p>`;
+  const isCut = left.isCut || right.isCut;
+  const cut = isCut && html`<p class="note">Only the first ${count(MOST_MESSAGES)} messages of each are compared.</p>`;
+  if (isSame) return html`${follows}${cut}<p>${plural(shared, "message")}: both members said the same${running.length || isCut ? " so far" : ""}.</p>`;
   const isAhead = [left, right].some((side) => side.isLive && side.messages.length === shared);
   const longest = Math.max(left.messages.length, right.messages.length) - shared;
   const turn = turns[0][shared] ?? turns[1][shared];
   return html`<div class="differences" data-shared=${shared}>
-    ${follows}
+    ${follows}${cut}
     <button type="button" class="fold" aria-expanded=${showsShared} onClick=${() => setShared(!showsShared)}>${showsShared ? "Hide" : "Show"} ${plural(shared, "message")} that both share</button>
     ${showsShared && html`<div class="conversation">${left.messages.slice(0, shared).map((message, index) => html`<${Message} key=${index} message=${message} number=${index} turn=${turns[0][index]} mark=${outputs.includes(index) ? "first-different" : ""} />`)}</div>`}
     <h2 class="parting-head">${outputs.includes(shared) ? "Both took the same actions; a tool's output differs" : isAhead ? "The same so far; one is ahead" : "They part"} at ${turn === undefined ? "" : `turn ${turn}, `}message ${shared}</h2>

@@ -50,7 +50,7 @@ export function useFeed(query) {
   const current = useRef(null);
   if (!current.current || current.current.key !== key) {
     if (current.current) current.current.abort.abort();
-    current.current = { key, abort: new AbortController(), state: opened(key), pending: [], isGap: false };
+    current.current = { key, abort: new AbortController(), state: opened(key), pending: [], isGap: false, epoch: 0 };
     if (kept.key !== key) kept = { key, state: START, top: 0, selected: -1 };
   }
   const feed = current.current;
@@ -64,9 +64,11 @@ export function useFeed(query) {
   const figures = (reply) => ({ total: reply.total, isExact: reply.total_is_exact !== false, behind: reply.behind || 0 });
 
   const reload = async () => {
+    const epoch = ++feed.epoch; // what was requested before belongs to other rows
     update({ isReading: true });
     try {
       const reply = await page();
+      if (epoch !== feed.epoch) return;
       feed.pending = [];
       feed.isGap = false;
       update({ ...figures(reply), rows: reply.rows, next: reply.next, fresh: 0, error: null, isLoaded: true, isReading: false });
@@ -76,9 +78,11 @@ export function useFeed(query) {
   };
   const more = async () => {
     if (feed.state.isReading || !feed.state.next) return;
+    const { epoch } = feed;
     update({ isReading: true });
     try {
       const reply = await page(feed.state.next);
+      if (epoch !== feed.epoch) return;
       const known = new Set(feed.state.rows.map(keyOf));
       update({ rows: [...feed.state.rows, ...reply.rows.filter((row) => !known.has(keyOf(row)))], next: reply.next, isReading: false, error: null });
     } catch (error) {
@@ -86,7 +90,9 @@ export function useFeed(query) {
     }
   };
   const poll = async () => {
+    const { epoch } = feed;
     const reply = await page();
+    if (epoch !== feed.epoch) return;
     if (!feed.state.isLoaded || (!feed.state.rows.length && (reply.rows.length || !reply.next))) {
       update({ ...figures(reply), rows: reply.rows, next: reply.next, fresh: 0, error: null, isLoaded: true });
       return;

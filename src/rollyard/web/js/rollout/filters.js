@@ -1,5 +1,5 @@
 // The filters of the rollouts table. The address holds them, so a link shares them.
-import { html, useEffect, useState } from "../dom.js";
+import { html, useEffect, useRef, useState } from "../dom.js";
 import { usePolled } from "../api.js";
 import { place, setQuery } from "../router.js";
 
@@ -23,10 +23,11 @@ export function filtersOf(query) {
 function Typed({ name, label, list, ...rest }) {
   const stored = place.value.query[name] || "";
   const [text, setText] = useState(stored);
-  useEffect(() => setText(stored), [stored]);
+  const sent = useRef(stored);
+  useEffect(() => { if (stored !== sent.current) { sent.current = stored; setText(stored); } }, [stored]); // back, forward
   useEffect(() => {
-    if (text === stored) return undefined;
-    const timer = setTimeout(() => setQuery({ [name]: text }, { replace: true }), TYPING_MS);
+    if (text === sent.current) return undefined;
+    const timer = setTimeout(() => { sent.current = text; setQuery({ [name]: text }, { replace: true }); }, TYPING_MS);
     return () => clearTimeout(timer);
   }, [text]);
   return html`<label class="field ${name}"><span>${label}</span><input name=${name} value=${text} list=${list && list.length ? `${name}-values` : undefined} autocomplete="off" spellcheck=${false} ...${rest} onInput=${(event) => setText(event.target.value)} />

@@ -4,7 +4,7 @@ import { count, reward, seconds } from "../format.js";
 import { isOffline, Link, paths } from "../router.js";
 import { Visible } from "../text.js";
 import { Badge, Stat, Time } from "../ui.js";
-import { advantageOf } from "./data.js";
+import { advantageOf, memberOf } from "./data.js";
 
 /** Whether a trainer learns from it, and why not. */
 export function trainability(record, traces) {
@@ -32,7 +32,7 @@ export function Header({ record, live, traces, group }) {
   const train = trainability(record, traces);
   const isEnded = record.state === "ended";
   const components = Object.entries((record.score && record.score.components) || {});
-  const advantage = advantageOf(group, record.index).value;
+  const advantage = advantageOf(group, memberOf(group, record.index)).value;
   const total_s = record.timings ? ["queued_s", "init_s", "ready_s", "run_s", "eval_wait_s", "eval_s"].reduce((sum, name) => sum + (record.timings[name] || 0), 0) : null;
   return html`<section class="card rollout-head" aria-label="Summary">
     <p class="crumbs">

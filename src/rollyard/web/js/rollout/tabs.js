@@ -5,7 +5,7 @@ import { reveal } from "../ui.js";
 
 /** `tabs`: [{name, label, note?}]. The children are the panel of the selected one. */
 export function Tabs({ label, tabs, selected, children }) {
-  useLayoutEffect(() => reveal(document.getElementById(`tab-${selected}`)), [selected, tabs.map((tab) => tab.note).join()]);
+  useLayoutEffect(() => reveal(document.getElementById(`tab-${selected}`)), [selected, tabs.map((tab) => tab.note !== undefined).join()]);
   const choose = (name) => setQuery({ tab: name === tabs[0].name ? "" : name }, { replace: true });
   const onKeyDown = (event) => {
     const at = tabs.findIndex((tab) => tab.name === selected);

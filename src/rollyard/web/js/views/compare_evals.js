@@ -104,14 +104,15 @@ function useEval(name) {
   const found = parse(name);
   const one = usePolled(found && `/v1/evals/${encodeURIComponent(found.id)}`, { run: found?.run }, { everyMs: 3000 });
   const tasks = usePolled(found && `/v1/evals/${encodeURIComponent(found.id)}/tasks`, { run: found?.run, limit: 1000 }, { everyMs: one.data?.state === "running" ? 5000 : 0, list: "tasks" });
-  return { one: one.data, tasks: tasks.data?.tasks, problem: one.error || tasks.error };
+  return { one: one.data, tasks: tasks.data?.tasks, isCut: Boolean(tasks.data?.next), problem: one.error || tasks.error };
 }
 
 export default function CompareEvals() {
   const { a: nameA, b: nameB } = place.value.query;
   const list = usePolled("/v1/evals", {}, { everyMs: 5000 });
   const a = useEval(nameA), b = useEval(nameB);
-  const all = useMemo(() => (a.tasks && b.tasks ? pairs(a.tasks, b.tasks) : null), [a.tasks, b.tasks]);
+  const all = useMemo(() => (a.tasks && b.tasks ? pairs(a.tasks, b.tasks).filter((pair) => (pair.a || !a.isCut) && (pair.b || !b.isCut)) : null), [a.tasks, b.tasks]);
+  const cut = [["A", a], ["B", b]].filter(([, side]) => side.isCut).map(([name, side]) => `${count(side.tasks.length)} tasks of ${name}`);
   const evals = [...(list.data?.evals || [])].reverse();
   const controls = html`<${Chooser} label="A" name="a" evals=${evals} value=${nameA} /><${Chooser} label="B" name="b" evals=${evals} value=${nameB} />
     <button type="button" disabled=${!nameA || !nameB} onClick=${() => setQuery({ a: nameB, b: nameA })}>Swap</button>`;
@@ -119,7 +120,7 @@ export default function CompareEvals() {
   if (a.problem || b.problem) body = html`<${Problem} error=${a.problem || b.problem}><p><${Link} path="/evals">All evaluations<//></p><//>`;
   else if (!parse(nameA) || !parse(nameB)) body = html`<${Empty}>Choose two evaluations: A is the earlier one, B the one to judge.<//>`;
   else if (!all || !a.one || !b.one) body = html`<${Loading} />`;
-  else body = html`<div class="stack"><${Headline} a=${a.one} b=${b.one} all=${all} /><${Tasks} a=${a.one} b=${b.one} all=${all} /></div>`;
+  else body = html`<div class="stack">${cut.length > 0 && html`<p class="notice" role="note">There are too many samples to read all of them here: only the first ${cut.join(" and the first ")} are compared.</p>`}<${Headline} a=${a.one} b=${b.one} all=${all} /><${Tasks} a=${a.one} b=${b.one} all=${all} /></div>`;
   const title = (one) => html`<${Link} path=${paths.eval(one.run, one.id)}><${Line} text=${one.id} /><//>`;
   return html`<${Page} title="Two evaluations" subtitle=${a.one && b.one && html`A: ${title(a.one)}, B: ${title(b.one)}`} controls=${controls}>${body}<//>`;
 }

@@ -66,8 +66,8 @@ function Batches({ draw }) {
   const after = place.value.query.batches;
   const polled = usePolled(`/v1/draws/${encodeURIComponent(draw.id)}/batches`, { run: draw.run, after, limit: PAGE }, { everyMs: after ? 0 : 3000 });
   return html`<${Card} title="Batches" note="newest first">
-    <${Loaded} of=${polled}>${(data) => html`<${Table} label="Batches" columns=${BATCHES} rows=${data.batches} rowKey=${(batch) => batch.number} empty="The trainer has not asked for a batch yet." />
-      <${Pages} label="Pages of batches" name="batches" next=${data.next} />`}<//><//>`;
+    <${Loaded} of=${polled}>${(data) => html`<${Table} label="Batches" columns=${BATCHES} rows=${data.batches} rowKey=${(batch) => batch.number} empty="The trainer has not asked for a batch yet." />`}<//>
+    <${Pages} label="Pages of batches" name="batches" of=${polled} /><//>`;
 }
 
 function Groups({ draw }) {
@@ -75,7 +75,8 @@ function Groups({ draw }) {
   const polled = usePolled("/v1/groups", { run: draw.run, draw: draw.id, state, after, limit: PAGE }, { everyMs: after ? 0 : 5000 });
   return html`<${Card} title="Groups" note="by what became of them">
     <${Toggle} label="State of the groups" name="state" options=${STATES.map(([value, label]) => [value, html`${label} <span class="muted">${count(draw.figures[value] || 0)}</span>`])} />
-    <${Loaded} of=${polled}>${(data) => html`<${GroupTable} groups=${data.groups} keep=${draw.config.keep} empty="None." /><${Pages} label="Pages of groups" name="after" next=${data.next} />`}<//><//>`;
+    <${Loaded} of=${polled}>${(data) => html`<${GroupTable} groups=${data.groups} keep=${draw.config.keep} empty="None." />`}<//>
+    <${Pages} label="Pages of groups" name="after" of=${polled} /><//>`;
 }
 
 function Settings({ draw }) {

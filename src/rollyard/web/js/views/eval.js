@@ -1,5 +1,5 @@
 // Eval: pass@k with intervals, per environment and family, and every task.
-import { html, useMemo } from "../dom.js";
+import { html, useEffect, useMemo, useState } from "../dom.js";
 import { usePolled } from "../api.js";
 import { Link, paths, place } from "../router.js";
 import { Badge, Card, Empty, Loaded, Page, Problem, Stat, Time } from "../ui.js";
@@ -93,7 +93,10 @@ function Tasks({ one }) {
 }
 
 export default function Eval({ run, id }) {
-  const polled = usePolled(`/v1/evals/${encodeURIComponent(id)}`, { run }, { everyMs: 3000 });
+  const [everyMs, setEvery] = useState(3000);
+  const polled = usePolled(`/v1/evals/${encodeURIComponent(id)}`, { run }, { everyMs });
+  const isOver = Boolean(polled.data && polled.data.state !== "running");
+  useEffect(() => { if (isOver) setEvery(0); }, [isOver]);
   const title = html`Evaluation <${Line} text=${id} />`;
   if (polled.error) return html`<${Page} title=${title}><${Problem} error=${polled.error}><p><${Link} path="/evals">All evaluations<//></p><//><//>`;
   const one = polled.data;

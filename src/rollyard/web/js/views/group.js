@@ -1,5 +1,5 @@
 // A group: its members beside each other, the spread of their rewards, and where two of them part.
-import { html } from "../dom.js";
+import { html, useEffect, useState } from "../dom.js";
 import { usePolled } from "../api.js";
 import { count, percent, reward } from "../format.js";
 import { Link, paths, place, setQuery } from "../router.js";
@@ -8,10 +8,15 @@ import { Badge, Card, Empty, Loading, Page, Problem, Stat, Time } from "../ui.js
 import { advantageOf } from "../rollout/data.js";
 import { Differences } from "../rollout/differences.js";
 
-const LIVE = new Set(["open"]);
+const POLL_MS = { open: 2000, complete: 10_000 }; // a complete one waits for a batch of its draw; the others have ended
+const FEW = 100; // members shown at first, and added per click
+const MOST_LEVELS = 12; // dots above each other
 
 export default function Group({ run, id }) {
-  const read = usePolled(`/v1/groups/${encodeURIComponent(id)}`, { run }, { everyMs: 2000 });
+  const [everyMs, setEvery] = useState(POLL_MS.open);
+  const read = usePolled(`/v1/groups/${encodeURIComponent(id)}`, { run }, { everyMs });
+  const state = read.data?.state;
+  useEffect(() => { if (state) setEvery(POLL_MS[state] || 0); }, [state]);
   if (read.error) {
     return html`<${Page} title="Group"><${Problem} error=${read.error}>${read.error.status === 404 && html`<p>There is no group <code><${Visible} text=${id} /></code> in run <code><${Visible} text=${run} /></code>.</p>`}<p><${Link} path=${paths.run(run)}>The run<//></p><//><//>`;
   }
@@ -40,7 +45,7 @@ function Known({ group, run }) {
         </div>
       </section>
       <${Card} title="Rewards"><${Spread} members=${members} stats=${stats} /><//>
-      <${Card} title="Members" note=${LIVE.has(group.state) ? "live" : ""}><${Members} members=${members} group=${group} run=${run} /><//>
+      <${Card} title="Members" note=${group.state === "open" ? "live" : ""}><${Members} members=${members} group=${group} run=${run} /><//>
       <${Compared} members=${members} run=${run} />
     </div>
   <//>`;
@@ -59,17 +64,23 @@ function Spread({ members, stats }) {
     return { member, level };
   });
   const levels = Math.max(...stacked.values());
-  return html`<div class="spread" role="img" aria-label=${`Rewards: ${scored.map((member) => `member ${member.index} ${reward(member.reward)}`).join(", ")}`} style=${{ height: `${46 + 14 * Math.min(levels, 12)}px` }}>
+  const words = scored.length <= FEW ? scored.map((member) => `member ${member.index} ${reward(member.reward)}`).join(", ")
+    : `${count(scored.length)} members from ${reward(Math.min(...scored.map((member) => member.reward)))} to ${reward(Math.max(...scored.map((member) => member.reward)))}`;
+  const tall = [...stacked].filter(([, number]) => number > MOST_LEVELS + 1);
+  return html`<div class="spread" role="img" aria-label=${`Rewards: ${words}`} style=${{ height: `${46 + 14 * Math.min(levels, MOST_LEVELS + 2)}px` }}>
     ${typeof stats.mean === "number" && typeof stats.spread === "number" && stats.spread > 0 && html`<span class="spread-band" style=${{ left: at(Math.max(low, stats.mean - stats.spread)), right: `calc(100% - ${at(Math.min(high, stats.mean + stats.spread))})` }}></span>`}
     ${typeof stats.mean === "number" && html`<span class=${`spread-mean ${stats.mean > (low + high) / 2 ? "high" : ""}`} style=${{ left: at(stats.mean) }}><span>mean ${reward(stats.mean)}</span></span>`}
-    ${dots.map(({ member, level }) => html`<span class="spread-dot ${member.trainable ? "" : "hollow"}" style=${{ left: at(member.reward), bottom: `${24 + 14 * Math.min(level, 12)}px` }} title=${`member ${member.index}: ${reward(member.reward)}`}></span>`)}
+    ${dots.filter(({ level }) => level <= MOST_LEVELS).map(({ member, level }) => html`<span class="spread-dot ${member.trainable ? "" : "hollow"}" style=${{ left: at(member.reward), bottom: `${24 + 14 * level}px` }} title=${`member ${member.index}: ${reward(member.reward)}`}></span>`)}
+    ${tall.map(([column, number]) => html`<span class="spread-count" style=${{ left: `${(100 * column) / 40}%`, bottom: `${24 + 14 * (MOST_LEVELS + 1)}px` }}>${count(number)}</span>`)}
     <span class="spread-axis"></span><span class="spread-end">${reward(low)}</span><span class="spread-end high">${reward(high)}</span>
   </div>
   <p class="note">A hollow dot is not trained on. The band is one standard deviation around the mean.</p>`;
 }
 
 function Members({ members, group, run }) {
+  const [most, setMost] = useState(FEW);
   const longest = Math.max(1, ...members.map((member) => member.sampled_tokens || 0));
+  const shown = members.slice(0, most);
   const { a, b } = place.value.query;
   const choose = (index) => {
     const chosen = [a, b].filter((one) => one !== undefined && one !== "");
@@ -79,8 +90,8 @@ function Members({ members, group, run }) {
   };
   return html`<p class="note">Choose two members to see where they part.</p><div class="table-frame" tabindex="0" role="region" aria-label="Members"><table class="members">
     <thead><tr><th scope="col">compare</th><th scope="col">member</th><th scope="col">outcome</th><th scope="col" class="numeric">reward</th><th scope="col" class="numeric">advantage</th><th scope="col">length</th></tr></thead>
-    <tbody>${members.map((member) => {
-      const advantage = advantageOf(group, member.index).value;
+    <tbody>${shown.map((member) => {
+      const advantage = advantageOf(group, member).value;
       return html`<tr key=${member.index} class=${member.is_member || group.state === "open" ? "" : "spare"}>
         <td><input type="checkbox" checked=${[a, b].includes(String(member.index))} onChange=${() => choose(member.index)} aria-label=${`Compare member ${member.index}`} /></td>
         <td><${Link} path=${paths.rollout(run, member.rollout)}>#${member.index}<//> ${member.index >= group.size && html`<span class="note">spare</span>`}</td>
@@ -88,7 +99,8 @@ function Members({ members, group, run }) {
         <td class="numeric"><b>${reward(member.reward)}</b></td>
         <td class="numeric">${advantage === null ? "–" : html`<span class=${advantage > 0.05 ? "plus" : advantage < -0.05 ? "minus" : ""}>${advantage > 0 ? "+" : ""}${reward(advantage)}</span>`}</td>
         <td class="length"><span class="length-bar" style=${{ width: `${(70 * (member.sampled_tokens || 0)) / longest}%` }}></span> ${count(member.sampled_tokens)} <span class="note">tokens</span></td></tr>`;
-    })}</tbody></table></div>`;
+    })}</tbody></table></div>
+    ${most < members.length && html`<button type="button" class="fold" onClick=${() => setMost(most + FEW)}>Show more (${count(members.length - most)} left)</button>`}`;
 }
 
 function Compared({ members, run }) {

@@ -31,10 +31,10 @@ function Actions({ node, refresh }) {
   if (caller.value?.access !== "admin") return null;
   const act = (verb) => async () => { await post(`/v1/nodes/${encodeURIComponent(node.name)}/${verb}`); refresh(); };
   if (node.state === "up") {
-    return html`<${Confirmed} label="Drain" title=${`Drain ${node.name}?`} confirm="Drain the node" tone="danger" act=${act("drain")}>
+    return html`<${Confirmed} key="drain" label="Drain" title=${`Drain ${node.name}?`} confirm="Drain the node" tone="danger" act=${act("drain")}>
       <p>It takes no more rollouts. Those that have not started go to other nodes; the other ones of its ${plural(node.live, "live rollout")} finish there.</p><//>`;
   }
-  return html`<${Confirmed} label="Resume" title=${`Resume ${node.name}?`} confirm="Resume the node" act=${act("resume")}><p>It takes rollouts again.</p><//>`;
+  return html`<${Confirmed} key="resume" label="Resume" title=${`Resume ${node.name}?`} confirm="Resume the node" act=${act("resume")}><p>It takes rollouts again.</p><//>`;
 }
 
 function Node({ node, refresh }) {

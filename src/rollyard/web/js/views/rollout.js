@@ -16,9 +16,9 @@ import { usePolled } from "../api.js";
 import { count, plural } from "../format.js";
 import { isOffline, Link, place } from "../router.js";
 import { Visible } from "../text.js";
-import { Card, Empty, Loading, Page, Problem } from "../ui.js";
+import { Boundary, Card, Empty, Loading, Page, Problem } from "../ui.js";
 import { Conversation } from "../rollout/conversation.js";
-import { addressesOf, advantageOf, useLiveMessages } from "../rollout/data.js";
+import { addressesOf, advantageOf, memberOf, useLiveMessages } from "../rollout/data.js";
 import { Details } from "../rollout/details.js";
 import { Evidence } from "../rollout/evidence.js";
 import { Forks } from "../rollout/forks.js";
@@ -84,7 +84,7 @@ function Known({ run, id, record }) {
       ${isPruned && html`<${Pruned} record=${record} />`}
       ${(timeline.data || isLive || !isOffline) && html`<${Card} title="Time" className="time-card">${timeline.data ? html`<${Waterfall} timeline=${timeline.data} isLive=${isLive} />` : timeline.error ? html`<${Empty}>The times of its stages are not available.<//>` : html`<${Loading} />`}<//>`}
       <${Tabs} label="Parts of the rollout" tabs=${tabs} selected=${selected}>
-        <${Panel} tab=${selected} ...${{ record, isLive, isPruned, live, loaded, trajectory, traces, messages, messageTurns, texts, timeline, group, requests, at }} />
+        <${Boundary} key=${selected}><${Panel} tab=${selected} ...${{ record, isLive, isPruned, live, loaded, trajectory, traces, messages, messageTurns, texts, timeline, group, requests, at }} /><//>
       <//>
     </div>
   <//>`;
@@ -142,6 +142,6 @@ function Panel(all) {
     if (requests.isLoading) return html`<${Loading} />`;
     return html`<${Card} title="Requests">${requests.error && html`<p class="note">What the agent sent is not available here; below is what the engine got.</p>`}<${Requests} requests=${requests.data || null} traces=${traces} texts=${decoded} /><//>`;
   }
-  const { value: advantage, why: whyNoAdvantage } = record.group ? advantageOf(group.data, record.index) : { value: null, why: "It belongs to no group." };
-  return html`<${Card} title="Tokens"><${Strip} traces=${traces} texts=${decoded} advantage=${advantage} whyNoAdvantage=${whyNoAdvantage} turnRewards=${(record.score && record.score.turn_rewards) || EMPTY} /><//>`;
+  const { value: advantage, why: whyNoAdvantage } = record.group ? advantageOf(group.data, memberOf(group.data, record.index)) : { value: null, why: "It belongs to no group." };
+  return html`<${Card} title="Tokens"><${Strip} key=${place.value.query.trace || "0"} traces=${traces} texts=${decoded} advantage=${advantage} whyNoAdvantage=${whyNoAdvantage} turnRewards=${(record.score && record.score.turn_rewards) || EMPTY} /><//>`;
 }

@@ -103,7 +103,8 @@ function Groups({ run }) {
   const polled = usePolled("/v1/groups", { run, state, after, limit: PAGE }, { everyMs: after ? 0 : 5000 });
   return html`<${Card} title="Groups" note="newest first">
     <${Choice} label="State" name="groups" options=${[["", "all"], ...GROUP_STATES.map((one) => [one, one])]} />
-    <${Loaded} of=${polled}>${(data) => html`<${GroupTable} groups=${data.groups} empty="No group." /><${Pages} label="Pages of groups" name="after" next=${data.next} />`}<//><//>`;
+    <${Loaded} of=${polled}>${(data) => html`<${GroupTable} groups=${data.groups} empty="No group." />`}<//>
+    <${Pages} label="Pages of groups" name="after" of=${polled} /><//>`;
 }
 
 function Settings({ run }) {
