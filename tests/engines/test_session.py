@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -312,3 +313,31 @@ def test_tokens_without_a_version_get_that_of_the_call() -> None:
     assert stamped(Generation(ids_array([1, 2]), None, "stop"), 4).versions == (VersionSpan(4, 0, 2),)
     half = Generation(ids_array([1, 2]), None, "stop", (VersionSpan(-1, 0, 1), VersionSpan(9, 1, 2)))
     assert stamped(half, 4).versions == (VersionSpan(4, 0, 1), VersionSpan(9, 1, 2))
+
+
+def test_a_completion_of_engines_of_two_kinds_has_logprobs_of_an_unknown_kind() -> None:
+    def part(engine: str, kind: Any, count: int = 1) -> Generation:
+        ids, logprobs = array("i", [1] * count), array("f", [-1.0] * count)
+        spans = (VersionSpan(0, 0, count),)
+        return Generation(ids, logprobs, "stop", spans, engine=engine, logprobs_kind=kind)
+
+    for parts, expected in (
+        ([part("e0", "raw"), part("e1", "processed")], ("e1", "unknown")),
+        ([part("e0", "raw"), part("e1", "raw")], ("e1", "raw")),
+        ([part("e0", "raw", count=0), part("e1", "processed")], ("e1", "processed")),
+    ):
+        completion = PartialCompletion()
+        for one in parts:
+            completion.add(one)
+        joined = completion.generation("stop")
+        assert (joined.engine, joined.logprobs_kind) == expected
+
+
+async def test_a_completion_names_the_engine_that_sampled_it() -> None:
+    async with (
+        ScriptedEngine(lambda _: Reply(WORDS), tokenizer=TOKENIZER) as server,
+        routed(server) as router,
+        router.session("default", "s") as session,
+    ):
+        generation = await complete(session)
+        assert (generation.engine, generation.logprobs_kind) == ("e1", session.engine.info.logprobs_kind)

@@ -13,6 +13,7 @@ from rollyard.engines import EngineSpec, Kind, Router, RouterSettings
 from rollyard.gateway import GatewayApp, GatewaySession, open_gateway
 from rollyard.pipeline import Renderers
 from rollyard.sandbox.doorway import Doorway, DoorwayLimits
+from rollyard.testing import scripted_engine
 from rollyard.testing.script import FolderTokenizer
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
@@ -44,6 +45,20 @@ class Site:
         forks = self.session.info()["forks"]
         assert isinstance(forks, dict)
         return forks
+
+
+def refuse(site: Site, name: str, *, after_calls: int = 0) -> None:
+    """Makes the engine refuse the parameter, like one that does not support it, after so many calls."""
+    known, calls = site.engine._check, 0
+
+    def check(body: Any, prompt: Any) -> None:
+        nonlocal calls
+        known(body, prompt)
+        calls += 1
+        if name in body["sampling_params"] and calls > after_calls:
+            raise scripted_engine._Refusal(f"{name} is not supported", 400)
+
+    site.engine._check = check  # type: ignore[method-assign]
 
 
 @cache

@@ -265,11 +265,28 @@ async def test_a_truncated_turn_has_stop_reason_max_tokens() -> None:
         reply = await sdk.messages.create(model="m", max_tokens=3, messages=history)
         assert reply.stop_reason == "max_tokens"
         assert reply.usage.output_tokens == 3
+        assert site.session.finish_reason == "stop", "the client's own bound is no limit of the rollout"
         history += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": "go on"}]
         await sdk.messages.create(model="m", max_tokens=100, messages=history)
         [trace] = site.verified().traces
         assert [span.finish_reason for span in trace.spans] == ["length", "stop"]
         assert site.forks == {}
+
+
+async def test_a_reply_that_the_tasks_own_bound_cuts_off_is_one_that_a_limit_cut_off() -> None:
+    async with gateway(by_turn("one two three four"), sampling=Sampling(max_tokens=3)) as site, client(site) as sdk:
+        for bound in (3, 100):
+            await sdk.messages.create(
+                model="m", max_tokens=bound, messages=[{"role": "user", "content": f"hi {bound}"}]
+            )
+            assert site.session.finish_reason == "length"
+
+
+async def test_counting_a_text_that_does_not_fit_is_no_limit_that_the_rollout_met() -> None:
+    async with gateway(by_turn("yes")) as site, client(site) as sdk:
+        with pytest.raises(anthropic.BadRequestError):
+            await sdk.messages.count_tokens(model="m", messages=[{"role": "user", "content": "many words " * 40_000}])
+        assert site.session.overflow is None and site.session.info()["refused"] == 0
 
 
 async def test_tokens_are_counted_and_not_sampled() -> None:

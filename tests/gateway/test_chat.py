@@ -9,13 +9,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollyard.gateway.base import ChatRequest, Dialect, Event, Problem, ProblemKind, Reasoning, Reply, Text, Usage
-from rollyard.gateway.dialects.chat import Chat, model_body, models_body
+from rollyard.gateway.app import MESSAGES, RESPONSES
+from rollyard.gateway.base import (
+    ChatRequest,
+    Dialect,
+    Event,
+    Problem,
+    ProblemKind,
+    Reasoning,
+    Reply,
+    Text,
+    TokenLogprob,
+    Usage,
+)
+from rollyard.gateway.dialects.chat import Chat, logprob_of, model_body, models_body
+from rollyard.gateway.intake import read as read_bytes
 from rollyard.tokens.base import ToolCall
 from rollyard.tokens.calls import assistant_message
 
 CHAT: Dialect = Chat()
 HELLO = {"role": "user", "content": "hello"}
+LS_CALL = {"type": "function", "function": {"name": "ls", "arguments": "{}"}}
+CHAT_RESULT = {"role": "tool", "tool_call_id": "c1", "content": "a b"}
+USE = {"type": "tool_use", "id": "c1", "name": "ls", "input": {}}
+USED = {"type": "tool_result", "tool_use_id": "c1", "content": "a b"}
+ITEM = {"type": "function_call", "call_id": "c1", "name": "ls", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "a b"}
 LS = {"type": "function", "function": {"name": "ls", "description": "lists", "parameters": {"type": "object"}}}
 
 
@@ -537,3 +556,22 @@ def test_one_list_of_models_satisfies_both_sdks() -> None:
     }
     assert json.loads(model_body("a")) == body["data"][0]
     assert json.loads(models_body(()))["first_id"] is None
+
+
+def test_the_bytes_of_a_part_of_a_character_are_unknown():
+    assert logprob_of(TokenLogprob("é", -1.0))["bytes"] == [195, 169]
+    assert logprob_of(TokenLogprob("�", -1.0))["bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (CHAT, {"messages": [HELLO, {"role": "assistant", "tool_calls": [{"id": "c1", **LS_CALL}]}, CHAT_RESULT]}),
+        (MESSAGES, {"messages": [HELLO, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [USED]}]}),
+        (RESPONSES, {"input": [HELLO, ITEM, OUTPUT]}),
+    ],
+)
+def test_a_result_has_the_name_of_the_tool_that_was_called(dialect: Dialect, body: dict[str, Any]):
+    """Chat templates such as gpt-oss's show it, and the SDKs do not send it."""
+    *_, result = read_bytes(dialect, orjson.dumps({"model": "m", "max_tokens": 9, **body})).messages
+    assert (result["role"], result["name"]) == ("tool", "ls")

@@ -21,7 +21,7 @@ from rollyard.gateway.parameters import MOST_SCHEMA_BYTES, MOST_WARNINGS, Grante
 from rollyard.gateway.replies import cut_at
 from rollyard.testing import scripted_engine
 from rollyard.tokens.grammar import hermes_calls
-from tests.gateway.site import Site, gateway
+from tests.gateway.site import Site, gateway, refuse
 from tests.gateway.test_openai_sdk import LS, TWO_CALLS, says
 
 pytestmark = pytest.mark.slow
@@ -157,18 +157,6 @@ async def test_a_stop_text_ends_the_completion_and_is_not_sent(is_stream: bool, 
             reply = await anthropic_client.messages.create(**answer)
         assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "STOP")
         assert reply.content[0].text.strip() == "one"
-
-
-def refuse(site: Site, name: str) -> None:
-    """Makes the engine refuse the parameter, like one that does not support it."""
-    known = site.engine._check
-
-    def check(body: Any, prompt: Any) -> None:
-        known(body, prompt)
-        if name in body["sampling_params"]:
-            raise scripted_engine._Refusal(f"{name} is not supported", 400)
-
-    site.engine._check = check  # type: ignore[method-assign]
 
 
 async def chatted(client: Any, messages: list[Any], is_stream: bool, **fields: Any) -> tuple[str, str]:

@@ -25,7 +25,7 @@ from rollyard.gateway.base import ChatRequest
 from rollyard.gateway.intake import key_of, read
 from rollyard.http import HttpServer, ListenerBounds
 from rollyard.testing.script import Reply, Rules
-from tests.gateway.site import LIMITS, Site, gateway
+from tests.gateway.site import LIMITS, Site, gateway, refuse
 
 pytestmark = pytest.mark.slow
 
@@ -226,6 +226,42 @@ async def test_an_interrupted_completion_continues_on_a_retry():
         first, second = site.engine.calls
         assert list(second.prompt_ids[: len(first.prompt_ids)]) == list(first.prompt_ids)
         assert len(second.prompt_ids) == len(first.prompt_ids) + 3
+
+
+async def test_a_retry_of_a_request_whose_parameter_the_engine_refuses_continues():
+    turns = iter([Reply("a b c d e f", stall_after=3)])
+    script = lambda turn: next(turns, "a b c d e f") if "go" in turn.text else "ok"  # noqa: E731
+    async with gateway(script) as site, aiohttp.ClientSession() as http:
+        refuse(site, "stop")
+        request = body("go", stop=["zz"])
+        asking = asyncio.create_task(ask(http, site, request))
+        await site.engine.busy()
+        asking.cancel()
+        await site.engine.idle()
+        assert text_of(await ask(http, site, request)) == "a b c d e f"
+        assert site.session.info()["resumed"] == 1 and site.session.failure is None
+        (trace,) = site.verified().traces
+        assert trace.is_trainable and len(trace.spans) == 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_parameter_that_is_refused_in_the_middle_repeats_and_loses_no_token(is_stream: bool):
+    """An engine takes over that does not support what the first one did."""
+    turns = iter([Reply("a b c d e f", stall_after=3, fault="cut_midway")])
+    script = lambda turn: next(turns, "a b c d e f") if "go" in turn.text else "ok"  # noqa: E731
+    async with gateway(script) as site, aiohttp.ClientSession() as http:
+        refuse(site, "stop", after_calls=1)
+        request = body("go", stop=["zz"], stream=is_stream)
+        if is_stream:
+            async with http.post(f"{site.url}/v1/chat/completions", json=request) as answer:
+                events = [line[6:] for line in (await answer.text()).splitlines() if line.startswith("data: {")]
+            deltas = [choice["delta"] for event in events for choice in json.loads(event)["choices"]]
+            text = "".join(delta.get("content") or "" for delta in deltas)
+        else:
+            text = text_of(await ask(http, site, request))
+        assert text == "a b c d e f" and site.session.failure is None
+        (trace,) = site.verified().traces
+        assert len(trace.spans) == 1 and site.engine.tokenizer.decode(trace.token_ids).count("a b c") == 1
 
 
 async def test_a_retry_finds_its_request_among_identical_ones():

@@ -73,6 +73,7 @@ def test_a_rendered_turn_parses_as_itself(small, chatml, turn):
     ("text", "error"),
     [
         ("<tool_call>{nope}</tool_call>", "not valid JSON"),
+        ('<tool_call>{"name": "shell", "arguments": {"n": 1e400}}</tool_call>', "too large"),
         ('<tool_call>{"name": "shell"', "not closed"),
         ('<tool_call>["shell"]</tool_call>', "must be a JSON object"),
         ('<tool_call>{"arguments": {}}</tool_call>', 'no "name"'),

@@ -120,6 +120,8 @@ class Generation:
     untrainable: str = ""  # why it must not be trained on; empty: it is trainable
     is_tokenizer_verified: bool = True
     tops: tuple[Top, ...] | None = None  # one for each token; None: not requested, or the engine returned none
+    engine: str = ""  # that sampled the last of them
+    logprobs_kind: LogprobsKind | None = None  # of all of them; unknown if engines of several kinds sampled them
 
 
 OnTokens = Callable[[Sequence[int]], None]

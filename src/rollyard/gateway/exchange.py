@@ -53,6 +53,7 @@ class Exchange:
         self.parsed: Parsed | None = None  # the same as `reply`, in the form in which the client will send it back
         self.sampled: Generation | None = None  # complete or partial, not recorded yet
         self.engine: Engine | None = None  # the engine that sampled it
+        self.is_bound_by_client = False  # its longest reply is the client's own `max_tokens`
         self.is_late = False  # the deadline passed before a client could receive it
         self.is_delivered = False
         self.stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()

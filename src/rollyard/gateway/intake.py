@@ -17,11 +17,12 @@ A refusal names the bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 
 from rollyard.core import Json, Message
-from rollyard.core.failure import InvalidRequest, TaskInvalid
+from rollyard.core.failure import ContextLimit, InvalidRequest, TaskInvalid
 from rollyard.engines.base import Generation
 from rollyard.gateway.base import ChatRequest, Dialect, Problem, TokenLogprob
 from rollyard.gateway.body_size import BodySize, has_more_values, weight_of
@@ -32,6 +33,7 @@ from rollyard.gateway.request_log import RequestLog, SentRequest
 from rollyard.gateway.work_threads import WorkThreads, text_size
 from rollyard.tokens import Renderer
 from rollyard.tokens.base import ToolSchema
+from rollyard.tokens.calls import named_arguments
 from rollyard.tokens.splice import ConversationBook, PreparedTurn
 
 MOST_VALUES = 20_000
@@ -98,8 +100,8 @@ class Intake:
         body = parsed_body(raw)
         return request_of(dialect, body), self._request_log.read(dialect.name, body, len(raw))
 
-    async def begin(self, request: ChatRequest, weight: BodySize) -> PreparedTurn:
-        """Returns the turn to sample. Raises Problem."""
+    async def begin(self, request: ChatRequest, weight: BodySize, *, is_only_counted: bool = False) -> PreparedTurn:
+        """Returns the turn to sample. Raises Problem; if it is only counted, that is no limit which the rollout met."""
         try:
             if not weight.is_light:
                 return await self._threads.thread(weight.bytes, self._prepare, request)
@@ -109,7 +111,7 @@ class Intake:
         except (InvalidRequest, TaskInvalid) as error:  # the renderer does not support a part or the order of turns
             raise Problem("invalid", error.detail, param="messages") from error
         except _DoesNotFit as error:
-            raise self._does_not_fit(error) from None
+            raise self._does_not_fit(error, is_only_counted=is_only_counted) from None
         except RecursionError:
             raise Problem("invalid", "the request is nested too deeply") from None
 
@@ -131,7 +133,11 @@ class Intake:
     def _decoded(self, token: int) -> str:
         return self._renderer.decode([token])
 
-    def _does_not_fit(self, error: _DoesNotFit) -> Problem:
+    def _does_not_fit(self, error: _DoesNotFit, *, is_only_counted: bool = False) -> Problem:
+        if is_only_counted:
+            return Problem(
+                "context", str(error), code=ContextLimit.code, used_tokens=error.least, max_tokens=error.room
+            )
         is_first = not self._book.turns
         return self._bounds.too_long(error.least, error.room, is_first=is_first, detail=str(error))
 
@@ -207,9 +213,24 @@ def parsed_body(raw: bytes | bytearray) -> dict[str, Json]:
 
 def request_of(dialect: Dialect, body: dict[str, Json]) -> ChatRequest:
     try:
-        return dialect.read(body)
+        request = dialect.read(body)
     except RecursionError:
         raise Problem("invalid", "the request is nested too deeply") from None
+    return replace(request, messages=_with_names(request.messages))
+
+
+def _with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages, in which each result has the name of its tool: some chat templates show it, few clients send it."""
+    names, named = dict[str, str](), list[Message]()
+    for message in messages:
+        calls, call_id = message.get("tool_calls"), message.get("tool_call_id")
+        for call in calls if isinstance(calls, Sequence) else ():
+            if isinstance(call, Mapping) and isinstance(of := call.get("id"), str):
+                names[of] = named_arguments(call)[0]
+        is_unnamed = message.get("role") == "tool" and not message.get("name")
+        name = names.get(call_id) if is_unnamed and isinstance(call_id, str) else None
+        named.append({**message, "name": name} if name else message)
+    return tuple(named)
 
 
 def key_of(dialect: Dialect, raw: bytes | bytearray) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rollyard.core import Deadline, Run, Task, sampling_seed
 from rollyard.core.failure import EngineRefused
@@ -36,10 +36,12 @@ class CompletionSampler:
         on_tokens: OnTokens | None,
         salvage: Callable[[Generation], None],
     ) -> Generation:
-        """Samples one completion. If the engine refuses the granted parameters, the request is repeated without them,
-        so that a client's parameter cannot end the rollout."""
+        """Samples one completion. If the engine refuses the granted parameters, the request is continued without them,
+        so that a client's parameter cannot end the rollout. `salvage` gets what was sampled before a failure."""
 
-        async def generate() -> Generation:
+        kept: list[Generation] = []  # what a try had sampled before it failed
+
+        async def generate(start: Generation | None, on_tokens: OnTokens | None) -> Generation:
             granted = exchange.granted
             of = number if granted.seed is None else -1 - granted.seed  # no turn has such a number
             return await self._session.generate(
@@ -50,18 +52,37 @@ class CompletionSampler:
                 stop_token_ids=self._renderer.stop_token_ids,
                 clock=self._clock,
                 model_s=self._task.limits.model_s,
-                salvage=salvage,
+                salvage=kept.append,
                 on_tokens=on_tokens,
-                resume=resume,
+                resume=start,
                 stop=exchange.stop,
                 stop_texts=granted.stop if granted.stop_at_engine else (),
                 top_logprobs=granted.top_logprobs,
             )
 
         try:
-            return await generate()
-        except EngineRefused as error:
-            if not exchange.granted.has_engine_parameters or error.data.get("context"):
-                raise
-        exchange.granted = exchange.granted.plain(self._task.sampling, "this engine refuses it")
-        return await generate()
+            try:
+                return await generate(resume, on_tokens)
+            except EngineRefused as error:
+                if not exchange.granted.has_engine_parameters or error.data.get("context"):
+                    raise
+            exchange.granted = exchange.granted.plain(self._task.sampling, "this engine refuses it")
+            start = kept.pop() if kept else None  # tokens that the client may have received already
+            return await generate(start, _after(len(start.token_ids), on_tokens) if start and on_tokens else on_tokens)
+        except BaseException:
+            if kept:
+                salvage(kept.pop())
+            raise
+
+
+def _after(count: int, on_tokens: OnTokens) -> OnTokens:
+    """`on_tokens` without the first `count` tokens."""
+
+    def take(ids: Sequence[int]) -> None:
+        nonlocal count
+        skipped = min(count, len(ids))
+        count -= skipped
+        if len(ids) > skipped:
+            on_tokens(ids[skipped:])
+
+    return take

@@ -145,6 +145,7 @@ class GatewaySession:
 
     @property
     def finish_reason(self) -> str:
+        """Of the last completion; `length` only if a limit of the task or of the model cut it off, not its client's."""
         return self._finish_reason
 
     @property
@@ -194,7 +195,7 @@ class GatewaySession:
 
     async def count(self, request: ChatRequest, weight: BodySize = LIGHT) -> int:
         """Returns the number of tokens in the prompt of the request."""
-        return len((await self._intake.begin(request, weight)).prompt)
+        return len((await self._intake.begin(request, weight, is_only_counted=True)).prompt)
 
     async def open(
         self,
@@ -249,7 +250,10 @@ class GatewaySession:
         if resumed is not None:  # continue the prompt of the sampled part: the book may render another one by now
             turn, resume = resumed.turn, resumed.sampled
         turn = turn or await self._intake.begin(request, weight)
-        granted = self._wishes.grant(request, self._session.engine.spec.kind)
+        if resumed is not None:
+            granted = resumed.granted  # the rest is sampled as its beginning was
+        else:
+            granted = self._wishes.grant(request, self._session.engine.spec.kind)
         self._overruled.update(granted.refused if len(self._overruled) < MOST_OVERRULED else ())
         max_tokens = await self._budget(request, turn, resume)
         self._check_open()  # the steps above may have waited
@@ -258,6 +262,7 @@ class GatewaySession:
         exchange = Exchange(
             key, dialect, turn, granted, reply_id=reply_id, is_stream=request.is_stream, received=self._received
         )
+        exchange.is_bound_by_client = max_tokens == request.max_tokens != self._task.sampling.max_tokens
         self._retry_cache.add(exchange, instead_of=resumed)
         if resumed is not None:
             self._resuming.remove(resumed)
@@ -414,8 +419,8 @@ class GatewaySession:
             generation.logprobs,
             finish_reason=generation.finish_reason,
             versions=[(span.version, span.start, span.end) for span in generation.versions],
-            logprobs_kind=engine.info.logprobs_kind,
-            engine=engine.spec.id,
+            logprobs_kind=generation.logprobs_kind or engine.info.logprobs_kind,
+            engine=generation.engine or engine.spec.id,
             cached_tokens=generation.cached_tokens,
             columns=generation.columns,
             untrainable=generation.untrainable or exchange.granted.untrainable,
@@ -424,7 +429,8 @@ class GatewaySession:
             parsed=parsed,
         )
         if not is_abandoned:
-            self._finish_reason = generation.finish_reason
+            is_own_bound = generation.finish_reason == "length" and exchange.is_bound_by_client
+            self._finish_reason = "stop" if is_own_bound else generation.finish_reason
             self._show(turn, parsed, number if self._book.turns > number else None)
             self._bounds.completed(len(turn.prompt), generation)
         exchange.recorded()

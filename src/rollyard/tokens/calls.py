@@ -6,6 +6,7 @@ A lone surrogate, which JSON can encode and UTF-8 cannot, becomes U+FFFD, becaus
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -63,7 +64,7 @@ def named_arguments(call: Json) -> tuple[str, Json]:
 def read_json(text: str) -> Json:
     """Parses strict JSON. Every error, including excessive nesting and oversized numbers, is a ValueError."""
     try:
-        return cast("Json", json.loads(text, parse_constant=_no_constant))
+        return cast("Json", json.loads(text, parse_constant=_no_constant, parse_float=_finite))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -75,6 +76,13 @@ def _storable(value: Json) -> Json:
         return {_SURROGATE.sub("�", name): _storable(item) for name, item in value.items()}
     if isinstance(value, Sequence):
         return [_storable(item) for item in value]
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]} is too large")
     return value
 
 

@@ -46,6 +46,7 @@ READ_BY_PIECES = frozenset(
 """Formats that are tested to parse equally in pieces and whole (tests/tokens/test_reader.py), all with Qwen3's real
 tokenizer, which has their markers. A turn of any other format is sent when it is complete."""
 
+HARMONY = "gpt-oss"
 _KNOW_DEVELOPER = frozenset({"gpt-oss", "gemma4", "deepseek-v4"})  # the others drop or refuse a developer message
 
 
@@ -74,7 +75,7 @@ class LibraryRenderer:
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
         written = self._messages(messages)
         try:
-            return list(self._inner.render_ids(written, tools=_tools(tools), add_generation_prompt=True))
+            return list(self._inner.render_ids(written, tools=self._tools(tools), add_generation_prompt=True))
         except Exception as error:  # each format has conversations that it cannot render, and raises its own errors
             raise TaskInvalid(
                 f"renderer {self.name!r} cannot render these messages: {type(error).__name__}: {error}"
@@ -89,7 +90,9 @@ class LibraryRenderer:
     ) -> list[int] | None:
         written = self._messages(new_messages)
         try:
-            bridged = self._inner.bridge_to_next_turn(list(prompt_ids), list(sampled_ids), written, tools=_tools(tools))
+            bridged = self._inner.bridge_to_next_turn(
+                list(prompt_ids), list(sampled_ids), written, tools=self._tools(tools)
+            )
         except Exception:  # the caller then renders the whole conversation, which reports what is wrong
             return None
         if bridged is None:
@@ -102,7 +105,7 @@ class LibraryRenderer:
         self, sampled_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSchema] = ()
     ) -> Parsed:
         response = self._inner.parse_response(
-            list(sampled_ids), tools=_tools(tools), prompt_ids=list(prompt_ids) or None
+            list(sampled_ids), tools=self._tools(tools), prompt_ids=list(prompt_ids) or None
         )
         calls = tuple(
             _call(call, f"call_{len(prompt_ids)}_{index}") for index, call in enumerate(response.tool_calls or ())
@@ -124,6 +127,19 @@ class LibraryRenderer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
+
+    def _tools(self, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
+        """The schemas, whose texts may be a server's. Harmony encodes them itself, as ordinary text."""
+        if self.name != HARMONY:
+            tools = [cast("ToolSchema", self._escaped(cast("Json", tool))) for tool in tools]
+        return [dict(tool) for tool in tools] or None
+
+    def _escaped(self, value: Json) -> Json:
+        if isinstance(value, str):
+            return self._tokenizer.escape(value)
+        if isinstance(value, Mapping):
+            return {self._tokenizer.escape(str(name)): self._escaped(item) for name, item in value.items()}
+        return [self._escaped(item) for item in value] if isinstance(value, Sequence) else value
 
     def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         return [self._message(message) for message in messages]
@@ -159,10 +175,6 @@ def _call(call: Any, call_id: str) -> ToolCall:
     if status == "ok":
         return read_arguments(name, call.arguments, raw, call_id)
     return ToolCall(call_id, name, None, raw, _STATUS.get(status, status))
-
-
-def _tools(tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
-    return [dict(tool) for tool in tools] or None
 
 
 def _package() -> Any:

@@ -101,6 +101,7 @@ class CompletionCaller:
                 return ending.why, None
             ending.close()
             member.sampled(part)
+            part = replace(part, engine=member.id, logprobs_kind=member.engine.info.logprobs_kind)
             return ending.why, _marked_unverified(member, await with_versions(member, call, part, first_contact))
         except EngineFailure as error:
             if ending.why != "done":  # it was ended from here, so the engine is not blamed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Literal
 
+from rollyard.core.trace import LogprobsKind
 from rollyard.engines.base import Generation, Top, VersionSpan
 
 NOTHING = Generation(array("i"), array("f"), "abort")
@@ -21,12 +22,18 @@ class PartialCompletion:
         self._parts: list[Generation] = []
         self._untrainable = ""
         self._is_tokenizer_verified = True
+        self._engine = ""
+        self._logprobs_kind: LogprobsKind | None = None
 
     def add(self, part: Generation) -> None:
         shift = len(self.token_ids)
         self._parts.append(part)
         self._untrainable = self._untrainable or part.untrainable
         self._is_tokenizer_verified &= part.is_tokenizer_verified
+        self._engine = part.engine or self._engine
+        if part.token_ids and part.logprobs_kind is not None:
+            is_other = self._logprobs_kind not in (None, part.logprobs_kind)
+            self._logprobs_kind = "unknown" if is_other else part.logprobs_kind
         self.token_ids += part.token_ids
         if self._logprobs is not None and part.logprobs is not None:
             self._logprobs += part.logprobs
@@ -57,4 +64,6 @@ class PartialCompletion:
             untrainable=self._untrainable,
             is_tokenizer_verified=self._is_tokenizer_verified,
             tops=self._tops or None,
+            engine=self._engine,
+            logprobs_kind=self._logprobs_kind,
         )

@@ -172,7 +172,8 @@ def logprob_of(it: TokenLogprob) -> dict[str, Any]:
 
 
 def _named(it: TokenLogprob) -> dict[str, Any]:
-    return {"token": it.token, "logprob": it.logprob, "bytes": list(it.token.encode("utf-8", "replace"))}
+    is_part = "�" in it.token  # of a character: its own bytes are not known
+    return {"token": it.token, "logprob": it.logprob, "bytes": None if is_part else list(it.token.encode())}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
