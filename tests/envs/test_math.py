@@ -52,6 +52,32 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
         ("1800", "It costs \\boxed{\\$1,800}.", 1.0),
         ("18", "\\boxed{\\$18 or \\$19}", 0.0),
         ("42", "\\boxed{" + "9" * 20_000 + "}", 0.0),
+        # small numbers, and small differences of exact ones
+        (r"1-\frac{1}{2025!}", r"\boxed{1-\frac{1}{2024!}}", 0.0),
+        (r"\frac{1}{2^{100}}", r"\boxed{\frac{1}{2^{99}}}", 0.0),
+        (r"1.6\times10^{-19}", r"\boxed{-9.1\times10^{-31}}", 0.0),
+        ("0.0000001", r"\boxed{0.0000003}", 0.0),
+        ("1/3", r"\boxed{0.333333}", 1.0),
+        (r"10^{-5}", r"\boxed{0.00001}", 1.0),
+        (r"\frac{\sqrt{3}}{3}", r"\boxed{\frac{1}{\sqrt{3}}}", 1.0),
+        # letters in both cases
+        (r"\frac{Mv}{M+m}", r"\boxed{\frac{mv}{M+m}}", 0.0),
+        (r"\frac{Mv}{M+m}", r"\boxed{\frac{M v}{m+M}}", 1.0),
+        (r"\frac{R}{r}", r"\boxed{1}", 0.0),
+        ("1", r"\boxed{\frac{R}{r}}", 0.0),
+        ("B", r"\boxed{b}", 1.0),
+        # a letter at the end
+        (r"\pi r^2 h", r"\boxed{\pi r^2}", 0.0),
+        (r"\pi r^2", r"\boxed{\pi r^2 t}", 0.0),
+        ("6t", r"\boxed{6}", 0.0),
+        ("v = g t", r"\boxed{v = g}", 0.0),
+        ("5 m", r"\boxed{5}", 1.0),
+        # percent
+        ("12.5", r"\boxed{12.5\%}", 1.0),
+        (r"12.5\%", r"\boxed{12.5}", 1.0),
+        ("12", r"\boxed{12\%}", 1.0),
+        ("0.125", r"\boxed{12.5\%}", 1.0),
+        ("0.5", r"\boxed{5\%}", 0.0),
     ],
 )
 async def test_the_boxed_answer_is_compared_by_value(math, known, answer, reward):

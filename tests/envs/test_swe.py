@@ -14,6 +14,7 @@ from rollyard.agents.base import AgentContext
 from rollyard.agents.registry import Agents
 from rollyard.core import Message
 from rollyard.envs.swe import repository
+from rollyard.envs.swe._swebench_child import answer
 from rollyard.pipeline import StageResources
 from rollyard.pipeline.local_rollout import PlayResult
 from tests.envs.stage_resources import RUNTIMES, open_resources, played, rewards
@@ -143,6 +144,13 @@ async def test_a_patch_that_does_not_apply_scores_0(
 ):
     stale = "diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1 +1 @@\n-other\n+text\n"
     metrics = await patch_metrics(resource_sets[runtime], calc, f"cat > solution.patch <<'END'\n{stale}END")
+    assert (metrics["patch_files"], metrics["patch_applied"]) == (1.0, 0.0)
+
+
+async def test_a_patch_that_renames_a_file_scores_0(calc: Repository, resources: StageResources):
+    """Git compares only the new name with the patterns of files that must not change."""
+    moved = "diff --git a/calc.py b/moved.py\nsimilarity index 100%\nrename from calc.py\nrename to moved.py\n"
+    metrics = await patch_metrics(resources, calc, f"cat > solution.patch <<'END'\n{moved}END")
     assert (metrics["patch_files"], metrics["patch_applied"]) == (1.0, 0.0)
 
 
@@ -390,3 +398,10 @@ async def test_r2e_rows_are_scored_by_the_expected_outcomes(
     assert (score_of(fixed).reward, score_of(fixed).components) == (1.0, {"expected": 1.0})
     assert score_of(other).reward == 0.0 and score_of(other).components["expected"] == pytest.approx(2 / 3)
     assert score_of(fixed).metrics["patch_files_left_out"] == 2.0
+
+
+async def test_a_log_that_swebench_cannot_read_is_not_resolved():
+    """The tests of a patch may print anything. A grader that fails would lose the rollout instead of scoring it 0."""
+    question = {"log_parser": "parse_log_django", "eval_type": "", "repo": "django/django", "instance_id": "i"}
+    question |= {"version": "4.0", "fail_to_pass": ["a"], "pass_to_pass": [], "expected": None, "status": 1}
+    assert answer({**question, "log": "FAIL:\n"}) == {"resolved": False, "shares": {}, "tests": 0}

@@ -5,6 +5,7 @@ fooled.
 """
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ BIT = "test -f /workspace/bit"
 
 def same_task(*checks: str, **data: Any) -> Task:
     """On a real image, in which the agent may change everything."""
-    task = shell_task(checks=list(checks), eval="same", **data)
+    task = shell_task(checks=list(checks), **{"eval": "same", **data})
     limits = replace(task.limits, init_s=60, run_s=60, eval_s=60, tool_s=30)
     return replace(task, limits=limits, sandbox=SandboxOptions(image=image(is_sif=False)))
 
@@ -51,6 +52,18 @@ def scored(rollout: Rollout) -> Score:
     assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
     assert rollout.ending.score is not None
     return rollout.ending.score
+
+
+async def test_fresh_what_the_agent_deleted_of_the_image_does_not_come_back(tmp_path: Path):
+    folder = tmp_path / "image"
+    shutil.copytree(image(is_sif=False), folder, symlinks=True)
+    (folder / "workspace" / "old").mkdir(parents=True, exist_ok=True)
+    (folder / "workspace" / "old" / "file").write_text("of the image")
+    (folder / "workspace" / "kept").write_text("of the image")
+    task = same_task("test ! -e old && test -f kept && test -f new", eval="fresh")
+    task = replace(task, sandbox=SandboxOptions(image=str(folder)))
+    async with open_site(tmp_path / "site", says(shell("rm -r old && touch new"), finish())) as site:
+        assert scored(await site.rolled(task)).reward == 1.0
 
 
 async def test_without_an_image_the_checks_see_workspace_home_and_tmp(tmp_path: Path):

@@ -650,3 +650,22 @@ def test_a_monitor_ends_with_its_service():
         process = subprocess.Popen(argv, pass_fds=(monitor_end.fileno(),))
     own_end.close()
     assert process.wait(20) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize(("mode_meanwhile", "mode_after"), [(None, 0), (0o700, 0o700)])
+def test_a_walk_restores_the_mode_of_a_folder_unless_another_program_has_changed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode_meanwhile: int | None, mode_after: int
+) -> None:
+    """A file job that copies a folder out makes it accessible, too. It failed if a walk had begun before it."""
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    os.chown(folder, 12345, 12345)
+    folder.chmod(0)
+    monkeypatch.setattr(disk_walk.os, "geteuid", lambda: 12345)  # root can open everything
+    walked = disk_walk.WalkedFolder.opened(str(folder), None)
+    assert walked is not None and folder.stat().st_mode & 0o777 == 0o500
+    if mode_meanwhile is not None:
+        folder.chmod(mode_meanwhile)
+    walked.close()
+    assert folder.stat().st_mode & 0o777 == mode_after

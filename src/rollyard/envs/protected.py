@@ -32,6 +32,9 @@ _HOME_FILES = (
     " .local bin .cargo .rustup .go go .nvm .npm .npmrc .npm-global .node_modules .yarnrc .pyenv .conda .condarc"
     " miniconda3 anaconda3 .rbenv .gem .bundle .gemrc .rvm .sdkman .m2 .gradle .jenv .asdf .deno .bun .opam"
     " .ghcup .cabal"
+    # from which installers run programs, such as uvx its environments
+    " .cache/uv .cache/pip .cache/pypoetry .cache/pipx .cache/yarn .cache/pnpm .cache/node .cache/deno .cache/go-build"
+    " .cache/bazel .cache/pre-commit"
     # what programs read by themselves
     " .gitconfig .git-credentials .git-templates .pythonrc .pythonrc.py .pydistutils.cfg .pip .pypirc .perldb .Rprofile"
     " .Renviron .irbrc .gdbinit .curlrc .wgetrc .netrc .ssh .gnupg .vimrc .vim .tmux.conf .screenrc .makerc .ant"

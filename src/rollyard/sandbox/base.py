@@ -222,9 +222,9 @@ class Sandbox(Protocol):
         """Copies a file or folder to the host's `target`; a folder as a tar archive. ValueError beyond the limit."""
         ...
 
-    async def unpack(self, archive: Path, path: str) -> None:
-        """Unpacks a tar archive made by `download` into the folder `path`. Raises OSError or ValueError as `write`
-        does."""
+    async def unpack(self, archive: Path, path: str, *, is_replaced: bool = False) -> None:
+        """Unpacks a tar archive made by `download` into the folder `path`; with `is_replaced`, what the folder has
+        before is deleted. Raises OSError or ValueError as `write` does."""
         ...
 
     def renew(self, lease_s: float) -> None:

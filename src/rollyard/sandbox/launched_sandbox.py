@@ -353,10 +353,10 @@ class LaunchedSandbox:
         finally:
             os.close(fd)
 
-    async def unpack(self, archive: Path, path: str) -> None:
+    async def unpack(self, archive: Path, path: str, *, is_replaced: bool = False) -> None:
         fd = os.open(archive, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            await self._answer(self._file_job("unpack", path, fd), path)
+            await self._answer(self._file_job("unpack", path, fd, is_replaced=int(is_replaced)), path)
         finally:
             os.close(fd)
 

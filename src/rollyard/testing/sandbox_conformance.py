@@ -342,8 +342,11 @@ async def folders_are_copied_in_and_out(runtime: Runtime) -> None:
                 names = {member.name for member in archive}
                 assert names == {"sub", "sub/run.sh", "link", "empty"}, names
                 assert archive.getmember("sub/run.sh").mode == 0o755
-            await sandbox.unpack(target, "again")
+            await sandbox.exec("mkdir -p again/old sub; echo x > again/old/f; ln -s ../sub again/l", timeout_s=SECONDS)
+            await sandbox.exec("echo kept > sub/f; mkdir again/link; touch again/link/f", timeout_s=SECONDS)
+            await sandbox.unpack(target, "again", is_replaced=True)
             assert await output(sandbox, "./again/link") == "ran\n"
+            assert await output(sandbox, "ls again; cat sub/f") == "empty\nlink\nsub\nkept\n", "it is replaced"
             assert await sandbox.download("one.sh", target, limit_bytes=1 << 20) == "file"
             assert target.read_text() == "#!/bin/sh\necho ran\n"
             for path in ("tree", "one.sh"):

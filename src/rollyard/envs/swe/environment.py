@@ -139,7 +139,9 @@ class SweEnvironment(Environment):
         metrics |= {"patch_files": float(counted), "patch_files_left_out": float(changed - counted)}
         if not counted:
             return False
-        refused = await repository.apply(sandbox, workdir, repository.PATCH, without=without, timeout_s=limit_s)
+        refused: str | None = "it renames or copies files"
+        if not await repository.has_renames(sandbox, workdir, timeout_s=limit_s):
+            refused = await repository.apply(sandbox, workdir, repository.PATCH, without=without, timeout_s=limit_s)
         metrics["patch_applied"] = float(refused is None)
         if refused is not None:
             context.findings.add("check", "git apply", refused, passed=False)

@@ -118,6 +118,14 @@ async def files(sandbox: Sandbox, workdir: str, *, without: Iterable[str] = (), 
     return result.stdout.count(b"\0") if result.status == 0 and not result.dropped_bytes else 0
 
 
+async def has_renames(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> bool:
+    """Whether PATCH renames or copies files. `diff` writes no such patch, and `apply` would compare only the new names
+    with its patterns: an old one that must stay would disappear."""
+    result = await _git(sandbox, ["apply", "--summary", PATCH], workdir, timeout_s)
+    is_unknown = result.status != 0 or bool(result.dropped_bytes)
+    return is_unknown or any(line.startswith((b" rename ", b" copy ")) for line in result.stdout.splitlines())
+
+
 async def apply(
     sandbox: Sandbox,
     workdir: str,

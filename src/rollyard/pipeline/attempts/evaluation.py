@@ -141,7 +141,7 @@ async def _unpack(
         with boundary(VerifierCrashed, f"unpacking the artifact {artifact.name}"):
             try:
                 if artifact.kind == "tar":
-                    await sandbox.unpack(path, artifact.path)
+                    await sandbox.unpack(path, artifact.path, is_replaced=True)  # by what RUN left, deletions included
                 else:
                     await sandbox.upload(path, artifact.path)
             except (IsADirectoryError, NotADirectoryError, FileExistsError):

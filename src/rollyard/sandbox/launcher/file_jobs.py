@@ -5,7 +5,7 @@ paths inside the sandbox. Anything but a regular file or folder is refused witho
 """
 
 # Descriptors and raw paths: pathlib would only be one more import.
-# ruff: noqa: PTH101, PTH103, PTH104, PTH108, PTH112, PTH114, PTH115, PTH116, PTH118, PTH211
+# ruff: noqa: PTH101, PTH103, PTH104, PTH106, PTH108, PTH112, PTH114, PTH115, PTH116, PTH118, PTH211
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import stat
 import tarfile
 import warnings  # noqa: F401  tarfile and os import it when first needed: too late inside
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 Message = dict[str, Any]
@@ -136,10 +137,15 @@ def copy_folder(source: int, path: str) -> None:
 
 
 def listed(folder: str) -> list[os.DirEntry[str]]:
-    """Returns the entries of a folder in reverse order. If its mode denies the owner access, the mode is changed."""
+    """Returns the entries of a folder in reverse order. If its mode denies the owner something, the mode is changed, so
+    that the resource monitor, which opens folders as well, does not close it again."""
     mode = stat.S_IMODE(os.stat(folder).st_mode)
-    if mode & 0o500 != 0o500:
-        os.chmod(folder, mode | 0o700)
+    if mode & 0o700 != 0o700:
+        try:
+            os.chmod(folder, mode | 0o700)
+        except OSError:  # another user's, or on a read-only mount
+            if mode & 0o500 != 0o500:
+                raise
     with os.scandir(folder) as entries:
         return sorted(entries, key=lambda entry: entry.name, reverse=True)
 
@@ -224,11 +230,24 @@ def do_download(request: Message, fds: list[int]) -> Message:
     return {"kind": "file"}
 
 
+def empty(folder: str) -> None:
+    """Deletes what is in a folder, which an image may have: what the agent deleted must not come back."""
+    for top, folders, files in os.walk(folder, topdown=False, followlinks=False):
+        for name in [*files, *(name for name in folders if os.path.islink(os.path.join(top, name)))]:
+            with suppress(OSError):  # a mount
+                os.unlink(os.path.join(top, name))
+        for name in folders:
+            with suppress(OSError):
+                os.rmdir(os.path.join(top, name))
+
+
 def do_unpack(request: Message, fds: list[int]) -> Message:
-    """Unpacks an archive of `pack_folder`. Members are below the folder by construction: their names came from
-    scandir."""
+    """Unpacks an archive of `pack_folder`; with `is_replaced`, what the folder has before is deleted. Members are below
+    the folder by construction: their names came from scandir."""
     folder = request["path"]
     os.makedirs(folder, exist_ok=True)
+    if request.get("is_replaced") and os.path.realpath(folder) != "/":
+        empty(folder)
     with open(fds[0], "rb", closefd=False) as file, tarfile.open(fileobj=file, mode="r|") as archive:
         for info in archive:
             path = os.path.join(folder, info.name)

@@ -166,10 +166,14 @@ class DiskWalk:
                 yield
 
 
+NEEDED = stat.S_IRUSR | stat.S_IXUSR  # to list a folder
+
+
 class WalkedFolder:
     """A folder on the current path: its descriptor (-1: closed meanwhile), and its folders that are still to visit.
 
-    `forbidden` is its original mode, if that denied the owner, the current user, access. `close` restores it.
+    `forbidden` is its original mode, if that denied the owner, the current user, access. `close` restores it,
+    unless the mode was changed meanwhile.
     """
 
     def __init__(self, fd: int, file_stat: os.stat_result, forbidden: int | None) -> None:
@@ -179,13 +183,13 @@ class WalkedFolder:
     @classmethod
     def opened(cls, name: str, above: int | None) -> WalkedFolder | None:
         """Opens a folder. Returns None if it is no longer a folder, or access is denied."""
-        fd, forbidden, needed = -1, None, stat.S_IRUSR | stat.S_IXUSR
+        fd, forbidden = -1, None
         try:
             fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
             file_stat, path = os.fstat(fd), f"/proc/self/fd/{fd}"  # stays this folder, whatever is renamed
-            if file_stat.st_mode & needed != needed and file_stat.st_uid == os.geteuid() != 0:
+            if file_stat.st_mode & NEEDED != NEEDED and file_stat.st_uid == os.geteuid() != 0:
                 forbidden = stat.S_IMODE(file_stat.st_mode)
-                os.chmod(path, forbidden | needed)
+                os.chmod(path, forbidden | NEEDED)
             return cls(os.open(path, _FOLDER), file_stat, forbidden)
         except OSError:
             return None
@@ -207,7 +211,9 @@ class WalkedFolder:
             return
         if self.forbidden is not None:
             with contextlib.suppress(OSError):
-                os.fchmod(self.fd, self.forbidden)
+                # a file job that copies the folder opens it, too, and then needs it open
+                if stat.S_IMODE(os.fstat(self.fd).st_mode) == self.forbidden | NEEDED:
+                    os.fchmod(self.fd, self.forbidden)
         os.close(self.fd)
         self.fd = -1
 
