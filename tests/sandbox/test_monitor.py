@@ -657,7 +657,7 @@ def test_a_monitor_ends_with_its_service():
 def test_a_walk_restores_the_mode_of_a_folder_unless_another_program_has_changed_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode_meanwhile: int | None, mode_after: int
 ) -> None:
-    """A file job that copies a folder out makes it accessible, too. It failed if a walk had begun before it."""
+    """A file job that copies a folder out makes it accessible, too. It failed while a walk was open."""
     folder = tmp_path / "closed"
     folder.mkdir()
     os.chown(folder, 12345, 12345)
