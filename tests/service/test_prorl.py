@@ -10,6 +10,7 @@ import pytest
 from rollyard.core import Score, State, Task
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan, Start
 from rollyard.envs.base import ArtifactRule
+from rollyard.service.prorl import jobs as prorl_jobs
 from rollyard.service.server import serve
 from rollyard.store import SqliteStore
 from rollyard.store.base import Page
@@ -181,6 +182,20 @@ async def test_stop_also_cancels_a_job_that_returns_to_the_queue_meanwhile(
         await trainer.post("/stop")
         assert missed and not pipeline.live
         assert "stopped" in str((await job).body)
+
+
+async def test_stop_cancels_every_job_even_if_that_takes_longer_than_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prorl_jobs, "STOP_S", 0.0)
+    async with scripted() as engine, open_trainer(tmp_path, engine) as trainer:
+        await trainer.site.hold()
+        calls = [asyncio.create_task(trainer.process(work(trajectory_id=number))) for number in range(3)]
+        await trainer.waited_for(3)
+        await trainer.post("/stop")
+        app_state = trainer.site.served.app_state
+        assert not (await app_state.store.list(state=State.QUEUED)).rollouts and not len(app_state.pipeline.scheduler)
+        assert all("stopped" in str(answer.body) for answer in await asyncio.gather(*calls))
 
 
 async def test_every_start_sets_a_new_weight_version(tmp_path: Path) -> None:

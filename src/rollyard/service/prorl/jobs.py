@@ -20,7 +20,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
@@ -150,13 +149,13 @@ class ProrlJobs:
         """Cancels all rollouts that have not ended, and waits up to `STOP_S` for them: then weights may change."""
         self._stops += 1
         newest = (await self._app_state.store.list(runs=[RUN], limit=1, is_newest_first=True)).rollouts
-        cancelled, quiet_passes = set[tuple[str, int]](), 0
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
-                while newest and quiet_passes < 2:  # one pass may miss a rollout that returns to the queue meanwhile
-                    remaining = await self._cancel_up_to(newest[0].seq, cancelled)
-                    quiet_passes = 0 if remaining else quiet_passes + 1
-                    await asyncio.sleep(AGAIN_S)
+        cancelled, quiet_passes, until = set[tuple[str, int]](), 0, time.monotonic() + STOP_S
+        while newest and quiet_passes < 2:  # one pass may miss a rollout that returns to the queue meanwhile
+            remaining = await self._cancel_up_to(newest[0].seq, cancelled)  # never interrupted: each end is published
+            quiet_passes = 0 if remaining else quiet_passes + 1
+            if time.monotonic() >= until:
+                return
+            await asyncio.sleep(AGAIN_S)
 
     async def _cancel_up_to(self, seq: int, cancelled: set[tuple[str, int]]) -> int:
         """Cancels those up to that number that have not ended, each attempt once, and returns how many they are."""
