@@ -138,6 +138,17 @@ def test_an_engines_key_is_not_sent_in_the_clear(tmp_path: Path) -> None:
     check_reachable(spec, settings(tmp_path, fleet="nodes", host="10.0.0.1", tls="own"))
 
 
+def test_text_around_a_certificate_in_any_encoding_is_ignored(tmp_path: Path) -> None:
+    files = make_certificate(tmp_path)
+    pem, digest = files["tls_cert"].read_bytes(), digest_of(files["tls_cert"])
+    files["tls_cert"].write_bytes("Bag Attributes\n    friendlyName: Müller\n".encode("latin-1") + pem)
+    opened = open_tls(settings(tmp_path, **files))
+    assert opened is not None and opened.digest == digest
+    files["tls_cert"].write_bytes(pem.replace(b" CERTIFICATE", b" X509 CERTIFICATE"))  # OpenSSL reads it, too
+    with pytest.raises(SettingsError, match=r"cert\.pem has no certificate that begins with"):
+        open_tls(settings(tmp_path, **files))
+
+
 def test_files_that_are_not_certificates_are_refused_by_name(tmp_path: Path) -> None:
     files = make_certificate(tmp_path)
     files["tls_key"].write_text("nonsense")

@@ -46,9 +46,11 @@ def open_tls(settings: Settings) -> Tls | None:
 
 def digest_of(cert: Path) -> bytes:
     """SHA-256 of the first certificate in the file, in DER: the value of a URL's pin."""
-    text = cert.read_text()
-    first = text[text.index(BEGIN) : text.index(END) + len(END)]
-    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest()
+    text = cert.read_text("latin-1")  # OpenSSL ignores what is around a certificate: names in any encoding, for example
+    begin, end = text.find(BEGIN), text.find(END)
+    if begin < 0 or end < begin:
+        raise SettingsError(f"{cert} has no certificate that begins with {BEGIN}")
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(text[begin : end + len(END)])).digest()
 
 
 def _context(cert: Path, key: Path) -> ssl.SSLContext:
