@@ -77,6 +77,29 @@ async def test_a_group_that_has_ended_is_not_read_again(visitor: Visitor) -> Non
     assert len(seen) <= 3
 
 
+async def test_a_cancelled_group_is_read_until_its_members_have_ended(visitor: Visitor) -> None:
+    page, end = visitor.page, {"state": "run", "outcome": None, "code": None, "reward": None}
+
+    def cancelled(group: dict[str, Any]) -> dict[str, Any]:
+        first, *others = group["members"]
+        return {**group, "state": "cancelled", "members": [{**first, **end}, *others]}
+
+    await page.clock.install()
+    seen = await changed(page, "**/v1/groups/mixed?*", cancelled)
+    await visitor.open("/groups/default/mixed")
+    outcome = page.locator("table.members tbody tr").first.locator("td").nth(2)
+    await expect(outcome).to_contain_text("run")
+    await page.clock.run_for(10_000)
+    end |= {"state": "ended", "outcome": "cancelled"}
+    async with asyncio.timeout(20):
+        while "cancelled" not in await outcome.inner_text():
+            await page.clock.run_for(1000)
+    await page.clock.run_for(5000)
+    count = len(seen)
+    await page.clock.run_for(30_000)
+    assert len(seen) == count
+
+
 async def test_a_group_of_thousands_shows_some_members_and_how_many_there_are(visitor: Visitor) -> None:
     def many(group: dict[str, Any]) -> dict[str, Any]:
         one = {**group["members"][0], "state": "ended", "is_member": True}

@@ -8,15 +8,16 @@ import { Badge, Card, Empty, Loading, Page, Problem, Stat, Time } from "../ui.js
 import { advantageOf } from "../rollout/data.js";
 import { Differences } from "../rollout/differences.js";
 
-const POLL_MS = { open: 2000, complete: 10_000 }; // a complete one waits for a batch of its draw; the others have ended
+const LIVE_MS = 2000; // open, or with members that are being cancelled: they end after their group
+const COMPLETE_MS = 10_000; // it may wait for a batch of its draw
 const FEW = 100; // members shown at first, and added per click
 const MOST_LEVELS = 12; // dots above each other
 
 export default function Group({ run, id }) {
-  const [everyMs, setEvery] = useState(POLL_MS.open);
+  const [everyMs, setEvery] = useState(LIVE_MS);
   const read = usePolled(`/v1/groups/${encodeURIComponent(id)}`, { run }, { everyMs });
-  const state = read.data?.state;
-  useEffect(() => { if (state) setEvery(POLL_MS[state] || 0); }, [state]);
+  const state = read.data?.state, isLive = state === "open" || Boolean(read.data?.members.some((one) => one.state !== "ended"));
+  useEffect(() => { if (state) setEvery(isLive ? LIVE_MS : state === "complete" ? COMPLETE_MS : 0); }, [state, isLive]);
   if (read.error) {
     return html`<${Page} title="Group"><${Problem} error=${read.error}>${read.error.status === 404 && html`<p>There is no group <code><${Visible} text=${id} /></code> in run <code><${Visible} text=${run} /></code>.</p>`}<p><${Link} path=${paths.run(run)}>The run<//></p><//><//>`;
   }
