@@ -89,7 +89,7 @@ class SqlStore(ABC):
         self._epoch = epoch
         self._recovered = recovered
         self._room = asyncio.Semaphore(ROOM)
-        self._swept: list[str] = []
+        self._swept: dict[str, None] = {}  # in the order of the ids
         self._is_closed = False
         self._closing: asyncio.Task[None] | None = None
         _log.info(
@@ -456,8 +456,8 @@ class SqlStore(ABC):
         while await self._from_client(partial(retention_sql.forget_batches, before=before)):
             pass
         deleted = {table: await self._forget(table, before) for table in retention_sql.TABLES}
-        await self.forget_leavings(self._swept)
-        self._swept = await self._leavings()
+        await self.forget_leavings(list(self._swept))
+        self._swept = dict.fromkeys(await self._leavings())
         return SweepResult(tuple(self._swept), tuple(deleted["draws"]), tuple(deleted["runs"]))
 
     async def leavings_among(self, ids: Sequence[str]) -> Sequence[str]:
@@ -467,8 +467,8 @@ class SqlStore(ABC):
         for start in range(0, len(ids), retention_sql.LEAVINGS):
             few = ids[start : start + retention_sql.LEAVINGS]
             await self._from_client(partial(retention_sql.forget_leavings, ids=few))
-        forgotten = set(ids)
-        self._swept = [named for named in self._swept if named not in forgotten]
+        for named in ids:  # not a copy of the others: there may be hundreds of thousands, and this is called for a few
+            self._swept.pop(named, None)
 
     async def _leavings(self) -> list[str]:
         named = list[str]()
