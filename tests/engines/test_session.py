@@ -325,6 +325,7 @@ def test_a_completion_of_engines_of_two_kinds_has_logprobs_of_an_unknown_kind() 
         ([part("e0", "raw"), part("e1", "processed")], ("e1", "unknown")),
         ([part("e0", "raw"), part("e1", "raw")], ("e1", "raw")),
         ([part("e0", "raw", count=0), part("e1", "processed")], ("e1", "processed")),
+        ([part("e0", "raw"), part("e1", "processed", count=0)], ("e0", "raw")),
     ):
         completion = PartialCompletion()
         for one in parts:

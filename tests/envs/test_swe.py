@@ -147,9 +147,15 @@ async def test_a_patch_that_does_not_apply_scores_0(
     assert (metrics["patch_files"], metrics["patch_applied"]) == (1.0, 0.0)
 
 
-async def test_a_patch_that_renames_a_file_scores_0(calc: Repository, resources: StageResources):
-    """Git compares only the new name with the patterns of files that must not change."""
-    moved = "diff --git a/calc.py b/moved.py\nsimilarity index 100%\nrename from calc.py\nrename to moved.py\n"
+@pytest.mark.parametrize(
+    "header",
+    ["similarity index 100%\nrename from calc.py\nrename to moved.py\n", "old mode 100644\nnew mode 100755\n{names}"],
+)
+async def test_a_patch_that_renames_a_file_scores_0(calc: Repository, resources: StageResources, header: str):
+    """Git compares only the new name with the patterns of files that must not change. It also accepts a patch that does
+    not say that it renames."""
+    names = "--- a/calc.py\n+++ b/moved.py\n"
+    moved = f"diff --git a/calc.py b/moved.py\n{header.format(names=names)}"
     metrics = await patch_metrics(resources, calc, f"cat > solution.patch <<'END'\n{moved}END")
     assert (metrics["patch_files"], metrics["patch_applied"]) == (1.0, 0.0)
 
@@ -404,4 +410,5 @@ async def test_a_log_that_swebench_cannot_read_is_not_resolved():
     """The tests of a patch may print anything. A grader that fails would lose the rollout instead of scoring it 0."""
     question = {"log_parser": "parse_log_django", "eval_type": "", "repo": "django/django", "instance_id": "i"}
     question |= {"version": "4.0", "fail_to_pass": ["a"], "pass_to_pass": [], "expected": None, "status": 1}
-    assert answer({**question, "log": "FAIL:\n"}) == {"resolved": False, "shares": {}, "tests": 0}
+    zero = {"fail_to_pass": 0.0, "pass_to_pass": 0.0}
+    assert answer({**question, "log": "FAIL:\n"}) == {"resolved": False, "shares": zero, "tests": 0}

@@ -282,10 +282,11 @@ async def test_a_reply_that_the_tasks_own_bound_cuts_off_is_one_that_a_limit_cut
             assert site.session.finish_reason == "length"
 
 
-async def test_counting_a_text_that_does_not_fit_is_no_limit_that_the_rollout_met() -> None:
+@pytest.mark.parametrize("words", [40_000, 400_000])  # the second is refused before it is parsed
+async def test_counting_a_text_that_does_not_fit_is_no_limit_that_the_rollout_met(words: int) -> None:
     async with gateway(by_turn("yes")) as site, client(site) as sdk:
         with pytest.raises(anthropic.BadRequestError):
-            await sdk.messages.count_tokens(model="m", messages=[{"role": "user", "content": "many words " * 40_000}])
+            await sdk.messages.count_tokens(model="m", messages=[{"role": "user", "content": "many words " * words}])
         assert site.session.overflow is None and site.session.info()["refused"] == 0
 
 

@@ -575,3 +575,11 @@ def test_a_result_has_the_name_of_the_tool_that_was_called(dialect: Dialect, bod
     """Chat templates such as gpt-oss's show it, and the SDKs do not send it."""
     *_, result = read_bytes(dialect, orjson.dumps({"model": "m", "max_tokens": 9, **body})).messages
     assert (result["role"], result["name"]) == ("tool", "ls")
+
+
+def test_a_long_name_of_a_tool_is_not_repeated_for_each_result():
+    """A body of 1 MB would become a conversation of gigabytes."""
+    call = {"id": "c1", "type": "function", "function": {"name": "n" * 300_000, "arguments": "{}"}}
+    messages = [HELLO, {"role": "assistant", "tool_calls": [call]}, *[CHAT_RESULT] * 1000]
+    *_, result = read_bytes(CHAT, orjson.dumps({"messages": messages})).messages
+    assert "name" not in result

@@ -264,6 +264,21 @@ async def test_a_parameter_that_is_refused_in_the_middle_repeats_and_loses_no_to
         assert len(trace.spans) == 1 and site.engine.tokenizer.decode(trace.token_ids).count("a b c") == 1
 
 
+async def test_a_constrained_beginning_stays_untrainable_if_a_parameter_is_refused_in_the_middle():
+    turns = iter([Reply("a b c d e f", stall_after=3, fault="cut_midway")])
+    script = lambda turn: next(turns, "a b c d e f") if "go" in turn.text else "ok"  # noqa: E731
+    options: dict[str, Json] = {"structured_output": True}
+    async with gateway(script, options=options) as site, aiohttp.ClientSession() as http:
+        refuse(site, "stop", after_calls=1)
+        request = body("go", stop=["zz"], stream=True, response_format={"type": "json_object"})
+        async with http.post(f"{site.url}/v1/chat/completions", json=request) as answer:
+            await answer.text()
+        sent = [request.body.get("sampling_params", {}) for request in site.engine.requests]
+        assert ["stop" in it for it in sent if "structured_outputs" in it] == [True]
+        (trace,) = site.verified().traces
+        assert len(trace.spans) == 1 and not trace.is_trainable
+
+
 async def test_a_retry_finds_its_request_among_identical_ones():
     """Two concurrent requests with one body: the first loses its connection, the second is answered."""
     replies = iter([Reply("a b c d", stall_after=2), Reply("e f")])

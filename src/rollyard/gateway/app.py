@@ -79,10 +79,11 @@ class GatewayApp:
                 return
             if scope["method"] != "POST" or (path not in DIALECTS and path != COUNT):
                 raise Problem("not_found", f"there is no {scope['method']} {scope['path']} here")
-            raw = await _body(receive, self._session.check_size)
-            request, key, weight, sent = await self._session.read(dialect, raw)
+            is_only_counted = path == COUNT
+            raw = await _body(receive, partial(self._session.check_size, is_only_counted=is_only_counted))
+            request, key, weight, sent = await self._session.read(dialect, raw, is_only_counted=is_only_counted)
             del raw  # up to 16 MiB, not needed while the reply is sampled
-            if path == COUNT:
+            if is_only_counted:
                 await _answer(send, 200, orjson.dumps({"input_tokens": await self._session.count(request, weight)}))
                 return
             retries = _retries(headers)

@@ -50,6 +50,8 @@ PIECE_CHARS = 4 << 10
 """Tokenized in one call while counting: 1 to 2 ms. The event loop may have to wait for several calls of two threads."""
 MOST_THOUGHT = 16
 """Times the context: the most reasoning that all earlier turns may have. Templates leave it out."""
+MOST_NAME_CHARS = 256
+"""A longer name of a tool is not repeated for its results: the body has it once and may have thousands of results."""
 CUT_TOKENS = 8
 """A generous bound on the tokens that a cut between two pieces adds: a cut splits one word."""
 
@@ -69,19 +71,21 @@ class Intake:
         self._request_log = request_log
         self._threads = WorkThreads()
 
-    def check_size(self, size: int) -> None:
+    def check_size(self, size: int, *, is_only_counted: bool = False) -> None:
         """Raises Problem if a body of `size` bytes is too long for the context. Checked while the body arrives: a
         sandbox may have several connections, and each could hold 16 MiB."""
         room = self._bounds.room
         if room is not None and size > SLACK_BYTES + room * MOST_BYTES_PER_TOKEN:
-            raise self._does_not_fit(_DoesNotFit.by_bytes(size, room))
+            raise self._does_not_fit(_DoesNotFit.by_bytes(size, room), is_only_counted=is_only_counted)
 
-    async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[ChatRequest, bytes, BodySize, SentRequest]:
+    async def read(
+        self, dialect: Dialect, raw: bytes | bytearray, *, is_only_counted: bool = False
+    ) -> tuple[ChatRequest, bytes, BodySize, SentRequest]:
         """Returns the request, the key by which retries are matched, its size, and its entry for the log. Raises
-        Problem."""
+        Problem; if it is only counted, that is no limit which the rollout met."""
         weight = weight_of(raw)
         room = self._bounds.room
-        self.check_size(weight.bytes)
+        self.check_size(weight.bytes, is_only_counted=is_only_counted)
         if weight.is_light:
             request, sent = self._read(dialect, raw)
             return request, key_of(dialect, raw), weight, sent
@@ -93,7 +97,8 @@ class Intake:
             if room is None:
                 raise Problem("too_large", str(error), code="too_much_text") from None
             least = max(room + 1, error.chars // LIKELY_CHARS)
-            raise self._does_not_fit(_DoesNotFit(least, room, str(error))) from None
+            does_not_fit = _DoesNotFit(least, room, str(error))
+            raise self._does_not_fit(does_not_fit, is_only_counted=is_only_counted) from None
         return request, key, weight, sent
 
     def _read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[ChatRequest, SentRequest]:
@@ -229,7 +234,7 @@ def _with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
                 names[of] = named_arguments(call)[0]
         is_unnamed = message.get("role") == "tool" and not message.get("name")
         name = names.get(call_id) if is_unnamed and isinstance(call_id, str) else None
-        named.append({**message, "name": name} if name else message)
+        named.append({**message, "name": name} if name and len(name) <= MOST_NAME_CHARS else message)
     return tuple(named)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rollyard.core import Deadline, Run, Task, sampling_seed
 from rollyard.core.failure import EngineRefused
@@ -66,8 +67,11 @@ class CompletionSampler:
             except EngineRefused as error:
                 if not exchange.granted.has_engine_parameters or error.data.get("context"):
                     raise
-            exchange.granted = exchange.granted.plain(self._task.sampling, "this engine refuses it")
+            refused = exchange.granted
+            exchange.granted = refused.plain(self._task.sampling, "this engine refuses it")
             start = kept.pop() if kept else None  # tokens that the client may have received already
+            if start is not None:  # they were sampled with the client's constraint
+                start = replace(start, untrainable=start.untrainable or refused.untrainable)
             return await generate(start, _after(len(start.token_ids), on_tokens) if start and on_tokens else on_tokens)
         except BaseException:
             if kept:

@@ -185,13 +185,15 @@ class GatewaySession:
 
     # --- requests
 
-    def check_size(self, size: int) -> None:
+    def check_size(self, size: int, *, is_only_counted: bool = False) -> None:
         """Raises Problem if a body of `size` bytes is too long for the context."""
-        self._intake.check_size(size)
+        self._intake.check_size(size, is_only_counted=is_only_counted)
 
-    async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[ChatRequest, bytes, BodySize, SentRequest]:
+    async def read(
+        self, dialect: Dialect, raw: bytes | bytearray, *, is_only_counted: bool = False
+    ) -> tuple[ChatRequest, bytes, BodySize, SentRequest]:
         """Returns the parsed request, its key, its size and its entry for the log: see `Intake.read`."""
-        return await self._intake.read(dialect, raw)
+        return await self._intake.read(dialect, raw, is_only_counted=is_only_counted)
 
     async def count(self, request: ChatRequest, weight: BodySize = LIGHT) -> int:
         """Returns the number of tokens in the prompt of the request."""

@@ -146,7 +146,7 @@ class LibraryRenderer:
 
     def _message(self, message: Message) -> dict[str, Any]:
         """A message as the package expects it: escaped text, and arguments as objects if they are objects."""
-        out: dict[str, Any] = dict(message)
+        out: dict[str, Any] = {key: self._escaped(it) if key == "name" else it for key, it in message.items()}
         out["content"] = message_text(message, self.name, self._tokenizer.escape)
         if self.name not in _KNOW_DEVELOPER:
             out["role"] = rendered_role(message)
@@ -167,6 +167,7 @@ class LibraryRenderer:
             except ValueError:
                 value = None
             arguments = value if isinstance(value, Mapping) else text
+        name = self._tokenizer.escape(name)
         return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -30,7 +30,8 @@ class PartialCompletion:
         self._parts.append(part)
         self._untrainable = self._untrainable or part.untrainable
         self._is_tokenizer_verified &= part.is_tokenizer_verified
-        self._engine = part.engine or self._engine
+        if part.token_ids:
+            self._engine = part.engine or self._engine
         if part.token_ids and part.logprobs_kind is not None:
             is_other = self._logprobs_kind not in (None, part.logprobs_kind)
             self._logprobs_kind = "unknown" if is_other else part.logprobs_kind

@@ -16,10 +16,18 @@ from rollyard.envs.children import answer_lines
 _WORDS = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+)*")
 """Words: letters only, at least four in a row somewhere. A product of variables is shorter."""
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\{([^{}]*)\}")
-_PERCENT = re.compile(r"\s*\\?%\s*(?=\$?\s*\}?\s*\$?$)")
-_STRUCTURE = re.compile(r"\\(?:[dt]?frac|sqrt|cdot|times|left|right|boxed|[,;:! ])|\\(?:text|mathrm)\{[^{}]*\}")
-_LAST_LETTER = re.compile(r"(.*[\d}\s])\s*([A-Za-z])[\s}$]*$", re.DOTALL)
-_UNITS = frozenset("mgslhLVAWNJKCF")
+_PERCENT = re.compile(
+    r"\s*(?:\\?%|(?<![a-zA-Z])(?:percent(?:age)?|pct)|\\text\{(?:percent(?:age)?|pct)\})\s*(?=[\s$})\\.]*$)"
+)
+_STRUCTURE = re.compile(r"\\(?:[dt]?frac|sqrt|cdot|times|left|right|boxed|q?quad|[,;:! ])")
+_UNIT_TEXT = re.compile(
+    r"(?:(?:[\s/~]|\\[,;:! ]|\\cdot)*\\(?:text|mathrm|mbox)\s*\{[^{}]*\}(?:\^\d|\^\{-?\d\})?)+(?=[\s$.]*$)"
+)
+"""Text at the end, such as \\text{ m}. It is a unit, which math-verify removes, whatever precedes it."""
+_LAST_LETTER = re.compile(r"(.*[\d}\s])\s*(ab|bc|[cdghlmost])[\s}$]*$", re.DOTALL)
+"""What math-verify removes as a unit, and what may be variables. Other letters it leaves alone."""
+_UNITS = frozenset("mgslh")
+_RELATION = re.compile(r"=|\\approx|≈")
 _CLOSE = 1e-3
 """math-verify accepts decimals that differ by less than 5e-7, however small they are. They must also be this close,
 relative to the larger one."""
@@ -59,7 +67,7 @@ def _equal(known: str, answer: str) -> bool:
 
 def _parsed(known: str, answer: str) -> tuple[list[Any], list[Any]]:
     """Both, read in the same way: with the case of letters, if one of the texts has a letter in both cases, and with a
-    letter at the end as a variable, if it is one in one of the texts."""
+    letter at the end as a variable, if it is one in one of the texts. Units in \\text are removed in any case."""
     from latex2sympy2_extended import NormalizationConfig
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, parser
@@ -75,6 +83,8 @@ def _parsed(known: str, answer: str) -> tuple[list[Any], list[Any]]:
     )
     targets = (LatexExtractionConfig(normalization_config=normal), ExprExtractionConfig())
     read = cast("Callable[..., Sequence[Any]]", parse)
+    if not has_units:
+        known, answer = _without_unit_text(known), _without_unit_text(answer)
     return list(read(_as_latex(known), targets)), list(read(_as_latex(answer), targets))
 
 
@@ -86,11 +96,17 @@ def _has_case(text: str) -> bool:
 
 def _ends_in_variable(text: str) -> bool:
     """Whether the letter at the end is a variable: 6t, \\pi r^2 h. In 5 m it is a unit, which math-verify removes."""
-    found = _LAST_LETTER.fullmatch(text.strip())
+    *_, value = _RELATION.split(text)  # in t = 3 s, the first letter does not make the last one a variable
+    found = _LAST_LETTER.fullmatch(_without_unit_text(value).strip())
     if found is None:
         return False
     before, letter = _STRUCTURE.sub(" ", found[1]), found[2]
     return letter not in _UNITS or any(each.isalpha() for each in before)
+
+
+def _without_unit_text(text: str) -> str:
+    rest = _UNIT_TEXT.sub("", text)
+    return rest if rest.strip("$ ") else text
 
 
 def _may_be_equal(known: Any, answer: Any) -> bool:
@@ -103,6 +119,8 @@ def _may_be_equal(known: Any, answer: Any) -> bool:
             return True
         if all(isinstance(value, Rational) for value in pair):
             return False
+        if 0 in pair and not any(value.has(Float) for value in pair):
+            return pair[0].equals(pair[1]) is not False  # no digit of a sum that is zero can be evaluated
         one, other = (value.evalf(_DIGITS) for value in pair)
         close = _CLOSE if any(value.has(Float) for value in pair) else 10.0 ** (10 - _DIGITS)
         return bool(abs(one - other) <= close * max(abs(one), abs(other)))

@@ -47,8 +47,11 @@ def answer(question: Any) -> Any:
     )
     try:
         return _graded(question, spec, kind)
+    except OSError:  # the log could not be written or read: not the patch's fault
+        raise
     except Exception:  # of the parser, at a line that the tests printed: as an error it would spare a patch its 0
-        return {"resolved": False, "shares": {}, "tests": 0}
+        names = ("fail_to_pass", "pass_to_pass") if question["expected"] is None else ("expected",)
+        return {"resolved": False, "shares": dict.fromkeys(names, 0.0), "tests": 0}
 
 
 def _graded(question: Any, spec: TestSpec, kind: str) -> Any:

@@ -140,7 +140,7 @@ class SweEnvironment(Environment):
         if not counted:
             return False
         refused: str | None = "it renames or copies files"
-        if not await repository.has_renames(sandbox, workdir, timeout_s=limit_s):
+        if not await repository.has_renames(sandbox, workdir, without=without, timeout_s=limit_s):
             refused = await repository.apply(sandbox, workdir, repository.PATCH, without=without, timeout_s=limit_s)
         metrics["patch_applied"] = float(refused is None)
         if refused is not None:

@@ -118,12 +118,14 @@ async def files(sandbox: Sandbox, workdir: str, *, without: Iterable[str] = (), 
     return result.stdout.count(b"\0") if result.status == 0 and not result.dropped_bytes else 0
 
 
-async def has_renames(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> bool:
+async def has_renames(sandbox: Sandbox, workdir: str, *, without: Iterable[str] = (), timeout_s: float) -> bool:
     """Whether PATCH renames or copies files. `diff` writes no such patch, and `apply` would compare only the new names
-    with its patterns: an old one that must stay would disappear."""
-    result = await _git(sandbox, ["apply", "--summary", PATCH], workdir, timeout_s)
-    is_unknown = result.status != 0 or bool(result.dropped_bytes)
-    return is_unknown or any(line.startswith((b" rename ", b" copy ")) for line in result.stdout.splitlines())
+    with its patterns: an old one that must stay would disappear. Git's summary does not show a section that names two
+    files and does not call it a rename; a check shows every file with two names."""
+    result = await _git(sandbox, ["apply", "--check", "--verbose", *_excluding(without), PATCH], workdir, timeout_s)
+    is_unknown = result.is_timed_out or bool(result.dropped_bytes)
+    lines = result.stderr.splitlines()
+    return is_unknown or any(line.startswith(b"Checking patch ") and b" => " in line for line in lines)
 
 
 async def apply(
