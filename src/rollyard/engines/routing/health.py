@@ -73,7 +73,7 @@ class HealthWatch:
             await self.revive(member)
             await self._admit_engine(member)
         except EngineFailure as error:
-            member.stats.set_error(error.detail)
+            member.stats.set_error(error)
         except Exception as error:  # vetting loads arbitrary files and templates; the next check tries again
             member.stats.set_error(f"{type(error).__name__}: {error}")
             log.warning("an engine could not be vetted", extra={"engine": member.id, "error": str(error)})
