@@ -9,8 +9,8 @@ from rollyard.cli._console import CommandError
 EXTRAS = {
     "server": (
         *("anyio", "fastapi", "h11", "httptools", "httpx", "httpx2", "huggingface_hub", "IPython", "jinja2"),
-        *("math_verify", "mcp", "mcp_types", "orjson", "prometheus_client", "pydantic", "pydantic_core", "renderers"),
-        *("starlette", "sympy", "tokenizers", "traitlets", "uvicorn", "uvloop", "yarl"),
+        *("latex2sympy2_extended", "math_verify", "mcp", "mcp_types", "orjson", "prometheus_client", "pydantic"),
+        *("pydantic_core", "renderers", "starlette", "sympy", "tokenizers", "traitlets", "uvicorn", "uvloop", "yarl"),
     ),
     "local": ("accelerate", "gguf", "safetensors", "torch", "transformers", "triton"),
     "ray": ("ray",),
