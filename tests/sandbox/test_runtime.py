@@ -330,6 +330,21 @@ async def test_binds_mount_host_paths(bubblewrap: BubblewrapRuntime, tmp_path: P
     assert not (tmp_path / "in" / "no").exists()
 
 
+async def test_replacing_a_folder_deletes_nothing_that_is_mounted_below_it(
+    bubblewrap: BubblewrapRuntime, tmp_path: Path
+) -> None:
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "f").write_text("host")
+    bind = Bind(tmp_path / "a b", "/workspace/d/in/a b", is_read_only=False)
+    async with started(bubblewrap, SandboxSpec(binds=(bind,))) as sandbox:
+        await sandbox.exec("mkdir -p e d/old/x; touch e/new d/old/x/f; chmod 500 d/old", timeout_s=60.0)
+        await sandbox.download("e", tmp_path / "e.tar", limit_bytes=1 << 20)
+        await sandbox.unpack(tmp_path / "e.tar", "d", is_replaced=True)
+        result = await sandbox.exec("find d -type f; find d -name old", timeout_s=60.0)
+    assert sorted(result.stdout.decode().splitlines()) == ["d/in/a b/f", "d/new"]
+    assert (tmp_path / "a b" / "f").read_text() == "host"
+
+
 async def test_local_refuses_images_and_binds(local: LocalRuntime, tmp_path: Path) -> None:
     for spec in (SandboxSpec(image="/"), SandboxSpec(binds=(Bind(tmp_path, "/x"),))):
         with pytest.raises(SandboxStartFailed, match="use bubblewrap"):

@@ -303,7 +303,7 @@ class LaunchedSandbox:
 
     # --- files ---
 
-    def _file_job(self, op: str, path: str, fd: int, **more: int) -> InitRequest:
+    def _file_job(self, op: str, path: str, fd: int, **more: int | list[str]) -> InitRequest:
         return self._init_client.request({"op": op, "path": self._place.path(path), **more}, [fd])
 
     async def _answer(self, job: InitRequest, path: str) -> Message:
@@ -356,7 +356,8 @@ class LaunchedSandbox:
     async def unpack(self, archive: Path, path: str, *, is_replaced: bool = False) -> None:
         fd = os.open(archive, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            await self._answer(self._file_job("unpack", path, fd, is_replaced=int(is_replaced)), path)
+            binds = [self._place.path(bind.inside) for bind in self._spec.binds]
+            await self._answer(self._file_job("unpack", path, fd, is_replaced=is_replaced, binds=binds), path)
         finally:
             os.close(fd)
 

@@ -230,15 +230,21 @@ def do_download(request: Message, fds: list[int]) -> Message:
     return {"kind": "file"}
 
 
-def empty(folder: str) -> None:
-    """Deletes what is in a folder, which an image may have: what the agent deleted must not come back."""
-    for top, folders, files in os.walk(folder, topdown=False, followlinks=False):
+def empty(folder: str, binds: list[str]) -> None:
+    """Deletes what is in a folder, which an image may have: what the agent deleted must not come back. Paths of the
+    host that are mounted below it stay."""
+    mounts, tops = {os.path.realpath(path) for path in binds}, list[str]()
+    for top, folders, files in os.walk(os.path.realpath(folder)):
+        with suppress(OSError):  # another user's, or on a read-only mount
+            os.chmod(top, stat.S_IMODE(os.stat(top).st_mode) | 0o700)
+        folders[:] = [name for name in folders if os.path.join(top, name) not in mounts]  # not walked
+        tops += (os.path.join(top, name) for name in folders if not os.path.islink(os.path.join(top, name)))
         for name in [*files, *(name for name in folders if os.path.islink(os.path.join(top, name)))]:
-            with suppress(OSError):  # a mount
+            with suppress(OSError):  # a mounted file
                 os.unlink(os.path.join(top, name))
-        for name in folders:
-            with suppress(OSError):
-                os.rmdir(os.path.join(top, name))
+    for top in reversed(tops):  # the deepest first
+        with suppress(OSError):  # something is mounted below it
+            os.rmdir(top)
 
 
 def do_unpack(request: Message, fds: list[int]) -> Message:
@@ -247,7 +253,7 @@ def do_unpack(request: Message, fds: list[int]) -> Message:
     folder = request["path"]
     os.makedirs(folder, exist_ok=True)
     if request.get("is_replaced") and os.path.realpath(folder) != "/":
-        empty(folder)
+        empty(folder, request["binds"])
     with open(fds[0], "rb", closefd=False) as file, tarfile.open(fileobj=file, mode="r|") as archive:
         for info in archive:
             path = os.path.join(folder, info.name)
