@@ -74,6 +74,23 @@ class Made(Environment):
         return Score(min(parts.values()), components=parts)
 
 
+class Nested(Environment):
+    """An artifact below another one."""
+
+    name = "nested"
+    tools: ClassVar[tuple[str, ...]] = ("shell", "finish")
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(artifacts=(ArtifactRule("all", "all"), ArtifactRule("out", "all/a/out")))
+
+    async def init(self, context: EnvContext) -> Start:
+        return Start(({"role": "user", "content": "do it"},))
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        result = await context.run("test ! -e key && readlink all/a", timeout_s=10)
+        return Score(float(result.stdout == b"../key\n"), metrics={"artifacts": len(evidence.artifacts)})
+
+
 def made_task(agent: str = "", **data: Json) -> Task:
     return Task("made", data, agent=AgentSpec(agent), limits=LIMITS)
 
@@ -130,6 +147,15 @@ async def test_an_artifact_that_is_not_collected_in_time_is_missing(tmp_path: Pa
     monkeypatch.setattr(stages, "COLLECT_S", 0.2)
     async with pipeline_of(tmp_path, finish()) as site:
         assert scored(await site.rolled(made_task(collect="hang"))).metrics == {"made": 0.0}
+
+
+async def test_a_link_in_an_artifact_does_not_redirect_another_artifact(tmp_path: Path):
+    """The link made EVAL fail: an agent could avoid its score."""
+    forge = "mkdir -p key/out all; echo forged > key/out/f; ln -s ../key all/a"
+    environments = Environments({"nested": Nested()})
+    async with open_site(tmp_path, says(shell(forge), finish()), environments=environments) as site:
+        score = scored(await site.rolled(Task("nested", {}, limits=LIMITS)))
+        assert (score.reward, score.metrics) == (1.0, {"artifacts": 2.0})
 
 
 @pytest.mark.parametrize("how", ["break", "late"])

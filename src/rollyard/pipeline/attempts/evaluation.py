@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from rollyard.core import Artifact, Deadline, DeadlineExpired, Message, Score, Trajectory
 from rollyard.core.failure import ArtifactLost, EnvironmentBroken, SandboxStartFailed, VerifierCrashed
@@ -23,7 +23,7 @@ from rollyard.pipeline.attempts.sandbox_start import check_whole, start, uninter
 from rollyard.pipeline.attempts.set_up_layers import eval_spec
 from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.resources import ResolvedTask, StageResources
-from rollyard.sandbox.base import Sandbox, SandboxSpec
+from rollyard.sandbox.base import WORKDIR, Sandbox, SandboxSpec
 from rollyard.sandbox.egress import EgressLedger
 
 KILLED = "a verifier command was killed (SIGKILL), not by Rollyard and not at its memory limit"
@@ -135,8 +135,9 @@ async def _unpack(
     A file where the image has a folder, or the reverse, is the policy's doing and counts as missing: the environment's
     `eval` decides how to score that.
     """
-    there: list[Artifact] = []
-    for artifact in trajectory.artifacts:
+    there: set[str] = set()
+    # The deepest first: a folder from RUN may contain a link where another artifact goes, and must not redirect it.
+    for artifact in sorted(trajectory.artifacts, key=_depth, reverse=True):
         path = await resources.artifacts.load(artifact, rollout_id, trajectory.attempt)
         with boundary(VerifierCrashed, f"unpacking the artifact {artifact.name}"):
             try:
@@ -146,5 +147,9 @@ async def _unpack(
                     await sandbox.upload(path, artifact.path)
             except (IsADirectoryError, NotADirectoryError, FileExistsError):
                 continue
-        there.append(artifact)
-    return tuple(there)
+        there.add(artifact.name)
+    return tuple(artifact for artifact in trajectory.artifacts if artifact.name in there)
+
+
+def _depth(artifact: Artifact) -> int:
+    return len(PurePosixPath(WORKDIR, artifact.path).parts)
