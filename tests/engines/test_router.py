@@ -150,6 +150,22 @@ async def test_an_engine_refused_by_vetting_is_still_watched() -> None:
         assert not refusals
 
 
+async def test_a_policy_is_not_dropped_while_an_engine_is_added_to_it() -> None:
+    """Its last run may be deleted during the probe. The engine would join a pool that no session can find."""
+
+    async def vet(_: object) -> bool:
+        router.forget("actor")
+        return True
+
+    async with ScriptedEngine() as server, Router(QUICK, vet=vet) as router:
+        await router.add(spec_of(server, policy="actor"))
+        assert router.up("actor") == {"e1"}
+        await router.remove("e1")
+        dropped = router.pool("actor")
+        router.forget("actor")
+        assert router.pool("actor") is not dropped
+
+
 async def test_sessions_of_a_removed_engine_move_with_their_tokens() -> None:
     def script(turn: Turn) -> Reply:
         return Reply("hello world", stall_after=5 if turn.session_id else None)

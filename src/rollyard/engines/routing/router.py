@@ -71,7 +71,7 @@ class Router:
         self.stats = RouterStats()
         self._http: HttpPool | None = None
         self._members: dict[str, PoolMember] = {}
-        self._reserved: set[str] = set()  # ids of engines being probed
+        self._reserved: dict[str, EnginePool] = {}  # by the ids of engines being probed: the pools that they will join
         self._policies: dict[str, EnginePool] = {}
         self._book = GatePublisher(self._members, self._policies)
         self.on_moved: list[Callable[[], None]] = []  # called after each change of a gate or of an engine's health
@@ -116,7 +116,7 @@ class Router:
             make_engine(spec, self._http), pool, session_cap=SessionCap.of(spec, self.settings.cap_rules)
         )
         is_waiting = self.policies.is_waiting(member)
-        self._reserved.add(spec.id)
+        self._reserved[spec.id] = pool
         try:
             try:
                 if not is_waiting:
@@ -126,7 +126,7 @@ class Router:
                     raise
                 member.stats.set_error(error.detail)
         finally:
-            self._reserved.discard(spec.id)
+            del self._reserved[spec.id]
         self._members[spec.id] = member
         pool.add(member)
         pool.moved()
@@ -197,8 +197,12 @@ class Router:
         return self._policies[policy]
 
     def forget(self, policy: str) -> None:
-        """Drops a policy whose last run was deleted, if it is only a name that a client chose."""
-        if (pool := self._policies.get(policy)) is not None and pool.is_unused and not self.policies.has(policy):
+        """Drops a policy whose last run was deleted, if it is only a name that a client chose, and no engine is being
+        added to it."""
+        pool = self._policies.get(policy)
+        if pool is None or pool in self._reserved.values():
+            return
+        if pool.is_unused and not self.policies.has(policy):
             del self._policies[policy]
 
     def _moved(self) -> None:
