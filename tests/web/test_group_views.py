@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest_asyncio
-from playwright.async_api import Browser, expect
+from playwright.async_api import Browser, Route, expect
 
 from rollyard.core import id_of
 from rollyard.testing.script import FolderTokenizer, Reply, Turn
@@ -70,3 +71,40 @@ async def test_a_member_that_has_not_started_says_so_and_then_its_messages_come(
     await expect(page.locator("#compared")).to_contain_text("has no messages yet")
     assert (await site.call("PATCH", "/v1/pools", json={"init": 4})).status == 200
     await expect(page.locator("#compared .parting-head")).to_contain_text("They part at turn 1")
+
+
+async def test_messages_stay_while_the_node_of_a_member_does_not_send_them(
+    site: Site, new_visitor: NewVisitor, tmp_path: Path
+) -> None:
+    """The reply is then of no conversation; that of an agent program that has several has a number."""
+    go = tmp_path / "go"
+    body = {"id": "far", "task": task(f"wait for go at {go}."), "size": 2, "spares": 0}
+    assert (await site.post("/v1/groups", body)).status == 202
+    await site.ended("far-0")
+    is_silent, silent_replies, was_silent = False, 0, asyncio.Event()
+
+    async def answer(route: Route) -> None:
+        nonlocal silent_replies
+        reply = await (await route.fetch()).json()
+        if is_silent:
+            reply |= {"messages": [], "message_turns": [], "next": 0, "available": False}
+            silent_replies += 1
+            if silent_replies == 3:  # what the page has made of the first two is shown
+                was_silent.set()
+        else:
+            reply["conversation"] = 2
+        await route.fulfill(json=reply)
+
+    visitor = await new_visitor(site)
+    await visitor.page.route("**/v1/rollouts/far-1/messages?*", answer)
+    page = await visitor.open("/groups/default/far?a=0&b=1")
+    compared = page.locator("#compared")
+    await expect(compared.locator("mark.different").nth(1)).to_contain_text("while [ ! -e")
+    is_silent = True
+    await was_silent.wait()
+    await expect(compared).not_to_contain_text("does not send its messages")
+    await expect(compared.locator("mark.different").nth(1)).to_contain_text("while [ ! -e")
+    is_silent = False
+    go.touch()
+    await expect(compared.locator(".two-sides").last).to_contain_text("echo nothing")
+    await visitor.page.unroute_all(behavior="ignoreErrors")

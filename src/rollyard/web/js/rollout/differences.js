@@ -28,7 +28,8 @@ export function useAllMessages(run, id) {
       let waitMs = 0;
       try {
         const reply = await get(path, { after: pages.messages.length, ...query }, abort.signal);
-        const isLive = reply.state !== "ended", isSame = pages.add(reply, `${conversationOf(reply)} ${isLive}`);
+        const isLive = reply.state !== "ended";
+        const isSame = !reply.available || pages.add(reply, `${conversationOf(reply)} ${isLive}`); // or its node did not answer
         const { messages, messageTurns } = pages;
         failures = 0;
         if (isSame && (!reply.messages.length || messages.length >= MOST_MESSAGES)) {
