@@ -417,6 +417,30 @@ async def test_an_evaluation_whose_rollouts_id_is_taken_fails(tmp_path: Path) ->
         assert (ended["state"], ended["reason"]) == ("failed", "id_conflict") and "e.1-2" in ended["detail"]
 
 
+async def test_a_clients_rollout_with_the_id_of_a_spare_is_not_a_sample(tmp_path: Path) -> None:
+    """The only sample is lost, and the spare for it cannot be started."""
+
+    def scripted_turn(turn: Turn) -> Reply:
+        if "<|im_start|>" in turn.text and turn.session_id == "e~e.0-0":
+            return Reply(fault=500)
+        return Reply(finish())
+
+    async with scripted() as engine:
+        engine.script = scripted_turn
+        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
+            assert (await site.post("/v1/policies/default/pause", {})).body["state"] == "paused"
+            await begin(site, {"tasks": [task()]}, k=1)
+            stranger = {"id": "e.0-1", "group": "e.0", "index": 1, "task": task("of the client")}
+            assert (await site.post("/v1/rollouts", {"run": "e", "rollouts": [stranger]})).status == 202
+            assert (await site.post("/v1/policies/default/resume", {"version": 3})).status == 200
+            ended = await over(site)
+            result = ended["result"]["all"]
+            assert (result["samples"], result["missing"], result["reward"]) == (0, 1, None), ended
+            assert (await site.ended("e.0-1"))["reward"] == 1
+            (found,) = (await site.get("/v1/evals/e/tasks")).body["tasks"]
+            assert (found["samples"], found["missing"]) == (0, 1)
+
+
 async def test_an_invalid_evaluation_is_refused_with_the_reason(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         for body, detail in (

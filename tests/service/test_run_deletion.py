@@ -10,7 +10,7 @@ import pytest
 from rollyard.core import Run, key_of
 from rollyard.core.failure import SandboxLost
 from rollyard.pipeline.pipeline import Pipeline
-from rollyard.service.routes import runs
+from rollyard.service.routes import draws, runs
 from rollyard.store import SqliteStore
 from rollyard.store.base import Stale
 from rollyard.testing.script import Reply
@@ -272,6 +272,35 @@ async def test_what_a_call_creates_is_never_stored_in_another_tenants_run_of_tha
         for listing in ("/v1/rollouts", "/v1/groups", "/v1/draws"):
             found = (await site.get(listing, token=OTHER)).body[listing.removeprefix("/v1/")]
             assert found == [], listing
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("batches", {"want": 1}), ("ack", {"batch": 0}), ("rewind", {"batch": 0, "version": 0})],
+)
+async def test_a_call_whose_body_comes_late_does_not_change_another_tenants_draw(
+    path: str, body: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant deletes its run while the body of a call for its draw arrives, and another tenant takes both names."""
+    entered, may_go = asyncio.Event(), asyncio.Event()
+    async with open_site(tmp_path) as site:
+        await site.hold()
+
+        async def create(token: str) -> None:
+            assert (await site.post("/v1/runs", {"id": "shared"}, token=token)).status == 201
+            made = {"id": "d", "run": "shared", "source": {"tasks": [task()]}}
+            assert (await site.post("/v1/draws", made, token=token)).status == 201
+
+        await create(TRAINER)
+        with monkeypatch.context() as patch:
+            patch.setattr(draws, "read_body", _held(draws.read_body, entered, may_go))
+            late = asyncio.create_task(site.post(f"/v1/draws/d/{path}?run=shared", body, token=TRAINER))
+            await entered.wait()
+        await site.delete_run("shared", token=TRAINER)
+        await create(OTHER)
+        may_go.set()
+        answer = await late
+        assert (answer.status, answer.code) == (404, "not_found"), answer.body
 
 
 def _held(write: Any, entered: asyncio.Event, may_go: asyncio.Event) -> Any:

@@ -1,12 +1,15 @@
 """The samples of one task of an evaluation, read from its stored rollouts.
 
-They are read by their ids: other rollouts of the run may name any group and any index.
+They are read by their ids: other rollouts of the run may name any group and any index. A client's rollout may also have
+the id of a spare that the group could not start for that reason.
 """
 
 from __future__ import annotations
 
 from rollyard.core import Rollout
+from rollyard.core.failure import NotFound
 from rollyard.sampling.evaluation import Sample, sample_of
+from rollyard.sampling.open_group import is_of
 from rollyard.store.base import EvalRecord, Store
 
 SPARES = 1
@@ -33,9 +36,17 @@ async def samples_of(
     code of those that have not ended."""
     group, first, samples = group_name(record.id, number), None, list[Sample]()
     ids = [f"{group}-{index}" for index in range(record.samples + SPARES)]
+    spares = frozenset(ids[record.samples :])
     for start in range(0, len(ids), AT_ONCE):
         for rollout in await store.get_many(ids[start : start + AT_ONCE]):
-            if rollout.group == group:
+            if rollout.group == group and (rollout.id not in spares or await _is_started(store, group, rollout)):
                 first = first or rollout
                 samples.append(sample_of(rollout, otherwise))
     return first, samples
+
+
+async def _is_started(store: Store, group: str, rollout: Rollout) -> bool:
+    try:
+        return is_of(await store.get_group(group), rollout)
+    except NotFound:
+        return False

@@ -111,8 +111,8 @@ async def close(request: Request, draw_id: str, run: InRun = None) -> Response:
 @router.post("/{draw_id}/batches", openapi_extra=json_body(BatchBody))
 async def ask(request: Request, draw_id: str, run: InRun = None) -> Response:
     """Opens the next batch. `GET …/groups?batch=` returns its groups as they become ready."""
-    runner = await _mine(request, draw_id, run)
     body = await read_body(request, BatchBody)
+    runner = await _mine(request, draw_id, run)
     return reply(batch_object(await runner.ask(body.want, body.number)))
 
 
@@ -193,8 +193,8 @@ def _arrow_page(groups: Sequence[LoadedGroup], next_cursor: str, batch: Batch | 
 @router.post("/{draw_id}/tasks", status_code=202, openapi_extra=json_body(TasksBody))
 async def push(request: Request, draw_id: str, run: InRun = None) -> Response:
     """Adds tasks to a draw whose source is push."""
-    runner = await _mine(request, draw_id, run)
     body = await read_body(request, TasksBody)
+    runner = await _mine(request, draw_id, run)
     names = [None] * len(body.tasks) if body.ids is None else [check_id(name, "task id") for name in body.ids]
     total = await runner.push(list(zip(names, body.tasks, strict=True)), close=body.close)
     return reply({"accepted": len(body.tasks), "total": total}, 202)
@@ -203,8 +203,8 @@ async def push(request: Request, draw_id: str, run: InRun = None) -> Response:
 @router.post("/{draw_id}/ack", openapi_extra=json_body(DrawAckBody))
 async def acknowledge(request: Request, draw_id: str, run: InRun = None) -> Response:
     """Acknowledges all batches up to this one: the trainer has saved them, and their traces may be deleted."""
-    runner = await _mine(request, draw_id, run)
     body = await read_body(request, DrawAckBody)
+    runner = await _mine(request, draw_id, run)
     deleted = await runner.acknowledge(body.batch)
     return reply({"acked": runner.draw.progress.acked, "deleted": deleted})
 
@@ -213,8 +213,8 @@ async def acknowledge(request: Request, draw_id: str, run: InRun = None) -> Resp
 async def rewind(request: Request, draw_id: str, run: InRun = None) -> Response:
     """Undoes the batches after this one, for a trainer that has returned to an earlier checkpoint."""
     app_state = app_state_of(request)
-    runner = await _mine(request, draw_id, run)
     body = await read_body(request, RewindBody)
+    runner = await _mine(request, draw_id, run)
     with app_state.quotas.active_draw(caller_of(request), runner.run, runner.draw.id):  # it may have ended
         runner = await app_state.sampler.rewind(runner.draw.id, body.batch, body.version, body.policy_version)
     return reply(draw_object(runner.draw, runner.draw_state))
@@ -226,6 +226,8 @@ async def _runner(request: Request, draw_id: str, run: str | None) -> DrawRunner
 
 
 async def _mine(request: Request, draw_id: str, run: str | None) -> DrawRunner:
+    """The runner of a draw that the caller may change. Read the body first: while it arrives, the run may be deleted,
+    and its name and that of the draw may become another tenant's."""
     runner = await _runner(request, draw_id, run)
     require_manage(caller_of(request), runner.run)
     return runner
