@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollyard.core import Run, key_of
-from rollyard.core.failure import SandboxLost
+from rollyard.core.failure import NotFound, SandboxLost
 from rollyard.pipeline.pipeline import Pipeline
 from rollyard.service.routes import draws, runs
 from rollyard.store import SqliteStore
@@ -175,6 +175,32 @@ async def test_two_deletions_at_once_are_one(tmp_path: Path, monkeypatch: pytest
         assert {answer.status for answer in answers} <= {202, 204}
         await wait_deleted(site, "twice")
     assert deletions == 1
+
+
+async def test_a_repeated_deletion_does_not_delete_another_tenants_run_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for other deletions. Meanwhile the first one is done, and another tenant takes the name."""
+    begin, may_go = SqliteStore.begin_deletion, {name: asyncio.Event() for name in ("one", "two")}
+
+    async def held(self: SqliteStore, run_id: str) -> None:
+        if run_id in may_go:
+            await may_go[run_id].wait()
+        await begin(self, run_id)
+
+    monkeypatch.setattr(SqliteStore, "begin_deletion", held)
+    async with open_site(tmp_path) as site:
+        for name in ("one", "two", "shared"):
+            assert (await site.post("/v1/runs", {"id": name}, token=TRAINER)).status == 201
+        sampler = site.served.app_state.sampler
+        calls = [asyncio.create_task(sampler.delete_run(name, 0.05)) for name in ("one", "shared", "two", "shared")]
+        may_go["one"].set()
+        await wait_deleted(site, "shared")
+        assert (await site.post("/v1/runs", {"id": "shared"}, token=OTHER)).status == 201
+        may_go["two"].set()
+        *_, late = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(late, NotFound)
+        assert (await site.get("/v1/runs/shared", token=OTHER)).body["state"] == "active"
 
 
 async def test_a_draw_of_a_new_run_is_kept_when_an_old_run_of_its_name_is_forgotten(tmp_path: Path) -> None:

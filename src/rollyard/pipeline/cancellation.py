@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from rollyard.core import Rollout
+from rollyard.core import Rollout, Run
+from rollyard.core.failure import NotFound
 from rollyard.pipeline.base import LiveRollout
 from rollyard.pipeline.scheduler import Scheduler
 from rollyard.store.base import Stale, Store
@@ -39,6 +40,8 @@ class CancellationHost(Protocol):
 
     def publish(self, rollout: Rollout) -> None: ...
 
+    def run_of(self, run_id: str) -> Run | None: ...
+
     def is_created_in(self, run_id: str) -> bool: ...
 
     async def changed(self) -> None: ...
@@ -64,10 +67,15 @@ class Cancellation:
 
     async def begin_deletion(self, run_id: str) -> bool:
         """Marks a run for deletion. Durable when it returns: no rollout of the run is queued any more. `delete` does
-        the rest, also after a restart. False if the run was marked before: its deletion is in progress."""
+        the rest, also after a restart. False if the run was marked before: its deletion is in progress. Raises
+        `NotFound` if it was deleted while this call waited for others: its name may be that of another tenant's run."""
+        run = self._pipeline.run_of(run_id)
         async with self._marking:
             if run_id in self.deleting:
                 return False
+            now = self._pipeline.run_of(run_id)
+            if run is not None and (now is None or (now.owner, now.created_at) != (run.owner, run.created_at)):
+                raise NotFound(f"there is no run {run_id!r}: it was deleted during this call")
             await self._pipeline.store.begin_deletion(run_id)
             self.deleting.add(run_id)
             self._pipeline.scheduler.drop_run(run_id)
