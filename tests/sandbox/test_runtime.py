@@ -345,6 +345,18 @@ async def test_replacing_a_folder_deletes_nothing_that_is_mounted_below_it(
     assert (tmp_path / "a b" / "f").read_text() == "host"
 
 
+async def test_local_replaces_only_folders_of_its_workspace(local: LocalRuntime, tmp_path: Path) -> None:
+    (tmp_path / "host").mkdir()
+    (tmp_path / "host" / "old").touch()
+    async with started(local, SandboxSpec()) as sandbox:
+        await sandbox.exec("mkdir e d; touch e/new d/old", timeout_s=60.0)
+        await sandbox.download("e", tmp_path / "e.tar", limit_bytes=1 << 20)
+        for folder in ("d", str(tmp_path / "host")):
+            await sandbox.unpack(tmp_path / "e.tar", folder, is_replaced=True)
+        assert (await sandbox.exec("ls d", timeout_s=60.0)).stdout == b"new\n"
+    assert {path.name for path in (tmp_path / "host").iterdir()} == {"old", "new"}
+
+
 async def test_local_refuses_images_and_binds(local: LocalRuntime, tmp_path: Path) -> None:
     for spec in (SandboxSpec(image="/"), SandboxSpec(binds=(Bind(tmp_path, "/x"),))):
         with pytest.raises(SandboxStartFailed, match="use bubblewrap"):

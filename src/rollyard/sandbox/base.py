@@ -224,7 +224,8 @@ class Sandbox(Protocol):
 
     async def unpack(self, archive: Path, path: str, *, is_replaced: bool = False) -> None:
         """Unpacks a tar archive made by `download` into the folder `path`; with `is_replaced`, what the folder has
-        before is deleted. Raises OSError or ValueError as `write` does."""
+        before is deleted, but nothing of the host (a bind; without isolation, what is outside of WORKDIR). Raises
+        OSError or ValueError as `write` does."""
         ...
 
     def renew(self, lease_s: float) -> None:

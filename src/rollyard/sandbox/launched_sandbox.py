@@ -356,6 +356,9 @@ class LaunchedSandbox:
     async def unpack(self, archive: Path, path: str, *, is_replaced: bool = False) -> None:
         fd = os.open(archive, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            # Without isolation, only the workspace is the sandbox's own. All other folders are the host's.
+            is_own = self._place.is_mapped or Path(self._place.path(path)).is_relative_to(self._place.work)
+            is_replaced = is_replaced and is_own
             binds = [self._place.path(bind.inside) for bind in self._spec.binds]
             await self._answer(self._file_job("unpack", path, fd, is_replaced=is_replaced, binds=binds), path)
         finally:
