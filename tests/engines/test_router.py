@@ -201,7 +201,9 @@ async def test_the_breaker_opens_and_only_a_sampled_token_closes_it() -> None:
         total = len(bad.requests)
         while len(bad.requests) < total + 2:
             await asyncio.sleep(0.002)
-        assert router.list()[0].health is Health.DOWN
+        status = router.list()[0]
+        assert status.health is Health.DOWN
+        assert status.stats.last_error == "it answered 500 to a call", "that of a trial, too"
         bad.script = lambda _: "ok"
         await until_health(router, Health.UP)
 

@@ -124,7 +124,7 @@ class Router:
             except EngineFailure as error:
                 if must_answer or not error.retryable:
                     raise
-                member.stats.set_error(error.detail)
+                member.stats.set_error(error)
         finally:
             del self._reserved[spec.id]
         self._members[spec.id] = member
