@@ -60,15 +60,19 @@ async def test_rescores_beyond_a_tokens_quota_of_queued_rollouts_are_429(tmp_pat
         await site.ended(one["id"])
         assert (await site.call("PATCH", "/v1/pools", json={"eval": 0})).status == 200
         path = f"/v1/rollouts/{one['id']}/rescore"
-        calls = [asyncio.create_task(site.post(path, token=token)) for _ in range(5)]
+        first = asyncio.create_task(site.post(path, token=token))
         async with asyncio.timeout(60):
-            while sum(call.done() for call in calls) < 3:  # one waits for EVAL, one is queued
+            while not (await site.get("/v1/status")).body["pools"]["eval"]["waiting"]:  # it has left the queue
+                await asyncio.sleep(0.02)
+        calls = [asyncio.create_task(site.post(path, token=token)) for _ in range(4)]
+        async with asyncio.timeout(60):
+            while sum(call.done() for call in calls) < 3:  # one is queued
                 await asyncio.sleep(0.02)
         for refused in [call.result() for call in calls if call.done()]:
             assert (refused.status, refused.code) == (429, "quota_exceeded")
             assert int(refused.headers["retry-after"]) > 0
         assert (await site.call("PATCH", "/v1/pools", json={"eval": 1})).status == 200
-        assert sorted(answer.status for answer in await asyncio.gather(*calls)) == [200, 200, 429, 429, 429]
+        assert sorted(answer.status for answer in await asyncio.gather(first, *calls)) == [200, 200, 429, 429, 429]
 
 
 async def test_a_runs_quota_of_queued_rollouts_is_enforced(tmp_path: Path) -> None:
