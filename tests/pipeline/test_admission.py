@@ -8,6 +8,7 @@ import pytest
 
 from rollyard.core import Outcome, Run, State
 from tests.pipeline.site import SETTINGS, Site, finish, open_site, says, shell, shell_task
+from tests.pipeline.test_rescore import new_run
 
 pytestmark = pytest.mark.slow
 
@@ -15,12 +16,15 @@ DO_IT = says(shell("touch done"), finish())
 
 
 async def settled(site: Site) -> dict[str, int]:
-    """Returns the states once nothing has changed for a while."""
+    """Returns the states once nothing is in INIT or RUN, and nothing has changed for a while."""
     before: dict[str, int] = {}
     while True:
         await asyncio.sleep(0.5)
+        if site.pipeline.init_pool.active or site.pipeline.run_pool.active:
+            before = {}
+            continue
         counts = dict(await site.store.counts())
-        if counts == before and not site.pipeline.init_pool.active:
+        if counts == before:
             return {state: number for state, number in counts.items() if number}
         before = counts
 
@@ -45,6 +49,22 @@ async def test_a_slow_eval_holds_no_run_slot_but_counts_in_the_budget(tmp_path: 
         assert site.pipeline.eval_pool.active == 2
         site.pipeline.resize({"live": 6})
         assert await settled(site) == {"eval": 6, "queued": 2}
+
+
+async def test_in_ready_an_owner_with_one_rollout_is_not_overtaken_by_one_with_many(tmp_path: Path):
+    settings = replace(SETTINGS, run_slots=0, ready_slots=3, init_slots=1)
+    async with open_site(tmp_path, says(shell("sleep 0.5"), finish()), settings=settings) as site:
+        ended: list[str] = []
+        site.pipeline.on_end.append(lambda rollout: ended.append(rollout.id))
+        for owner in ("flood", "small"):
+            await new_run(site, Run(owner, owner=owner))
+        flood = [await site.submit(shell_task(), f"f{number}", run="flood") for number in range(8)]
+        assert await settled(site) == {"ready": 3, "queued": 5}
+        await site.submit(shell_task(), "small", run="small")
+        site.pipeline.resize({"run": 1})
+        for rollout_id in (*flood, "small"):
+            await site.ended(rollout_id)
+        assert ended.index("small") == 3, ended
 
 
 async def test_a_stage_of_size_zero_stops_and_continues_when_it_grows(tmp_path: Path):

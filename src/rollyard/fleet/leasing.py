@@ -260,10 +260,10 @@ class Leasing:
         self._pipeline.publish(leased.rollout)
 
     async def _run_here(self, rollout: Rollout, run: Run, queued_s: float) -> None:
-        pipeline = self._pipeline
+        pipeline, order = self._pipeline, next(self._pipeline.admissions)
         pipeline.admitted(run.policy)
         try:
-            await pipeline.init_pool.acquire((-rollout.priority, rollout.seq))
+            await pipeline.init_pool.acquire((-rollout.priority, order))
         except BaseException:
             pipeline.seated(run.policy)
             pipeline.scheduler.release(run.id)
@@ -271,7 +271,7 @@ class Leasing:
         finally:
             pipeline.starting.pop(rollout.id, None)
             self._coming_here.discard(rollout.id)
-        await pipeline.run_attempt(rollout, run, queued_s)
+        await pipeline.run_attempt(rollout, run, order, queued_s)
 
 
 def _close(seat: Seat | None) -> None:

@@ -52,7 +52,7 @@ class LocalExecutor:
             run = pipeline.run_of(row.run)
             if run is not None:
                 pipeline.admitted(run.policy)
-            pipeline.spawn(partial(self._start, row, run), row)
+            pipeline.spawn(partial(self._start, row, run, next(pipeline.admissions)), row)
 
     def _has_room(self) -> bool:
         pipeline = self._pipeline
@@ -74,7 +74,7 @@ class LocalExecutor:
         may_wait = max(1, min(pipeline.ready_slots, pipeline.max_live // 2) // max(1, len(pipeline.ahead)))
         return pipeline.ahead.get(run.policy, 0) < free + may_wait
 
-    async def _start(self, row: QueuedRow, run: Run | None) -> None:
+    async def _start(self, row: QueuedRow, run: Run | None, order: int) -> None:
         """Moves a rollout from the queue into INIT, unless its state has changed meanwhile."""
         pipeline = self._pipeline
         rollout: Rollout | None = None
@@ -94,4 +94,4 @@ class LocalExecutor:
                 pipeline.scheduler.release(row.run)
                 pipeline.notify()  # a drain may be waiting for this
         if may_start and rollout is not None and run is not None:
-            await pipeline.run_attempt(rollout, run, pipeline.queued_s(row, rollout))
+            await pipeline.run_attempt(rollout, run, order, pipeline.queued_s(row, rollout))

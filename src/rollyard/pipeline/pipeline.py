@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from types import TracebackType
 
 from rollyard.core import Ending, Outcome, Position, Rollout, Run, State, WorkClock
@@ -83,6 +84,7 @@ class Pipeline:
         self.is_draining = False
         self.live: dict[str, LiveRollout] = {}
         self.quarantined = 0  # places lost to sandboxes that could not be proven gone
+        self.admissions = count()
         self.starting: dict[str, str] = {}  # run ids of rollouts that have left the queue and are not live yet
         self._arriving = 0  # rollouts being stored or waiting to be rescored, whose places in the queue are taken
         self._arriving_by: Counter[str] = Counter()  # by owner
@@ -120,7 +122,7 @@ class Pipeline:
         for rollout_id in self.store.recovered.evals:
             rollout = await self.store.get(rollout_id)
             self.scheduler.adopt(rollout.run)
-            self.spawn(partial(self.run_attempt, rollout, self._runs[rollout.run]))
+            self.spawn(partial(self.run_attempt, rollout, self._runs[rollout.run], next(self.admissions)))
         self._loops = [self.spawn(self._tick, is_vital=True), self.spawn(self._sweep, is_vital=True)]
         self._loops += await self.executor.open()
         self.wake()
@@ -448,9 +450,10 @@ class Pipeline:
             return now - row.since
         return max(0.0, self._opened_at - rollout.updated_at) + now - self._opened
 
-    async def run_attempt(self, rollout: Rollout, run: Run, queued_s: float = 0.0) -> None:
-        """Runs an attempt in this process, to its end. It holds an INIT slot, unless it resumes in EVAL."""
-        attempt = Attempt(self, rollout, run, queued_s)
+    async def run_attempt(self, rollout: Rollout, run: Run, order: int, queued_s: float = 0.0) -> None:
+        """Runs an attempt in this process, to its end. It holds an INIT slot, unless it resumes in EVAL. In each stage,
+        those of the same priority are served by the order in which they were admitted."""
+        attempt = Attempt(self, rollout, run, order, queued_s)
         self.live[attempt.rollout.id] = attempt
         if self.is_draining:  # a drain that started meanwhile did not stop this attempt
             attempt.stop(Shutdown())

@@ -66,8 +66,9 @@ OVERRUNS = (DeadlineExpired, EvalDeadline, *ENDS.values())
 class Attempt:
     """Takes one rollout through the stages. `main` is the task's body; `stop` ends it from outside, with a reason."""
 
-    def __init__(self, pipeline: AttemptHost, rollout: Rollout, run: Run, queued_s: float = 0.0) -> None:
+    def __init__(self, pipeline: AttemptHost, rollout: Rollout, run: Run, order: int, queued_s: float = 0.0) -> None:
         self.pipeline = pipeline
+        self._order = order  # of admission
         self.last_beat = pipeline.clock()
         self.clock = Deadline()  # of the current stage
         self.quarantined = 0  # its sandboxes that could not be proven gone
@@ -418,7 +419,7 @@ class Attempt:
 
     @property
     def _rank(self) -> Rank:
-        return (-self.rollout.priority, self.rollout.seq)
+        return (-self.rollout.priority, self._order)
 
     def _move(self, state: State) -> None:
         """Writes the move in order, without waiting. Stops the attempt if the store reports another owner."""
