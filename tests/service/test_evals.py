@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from rollyard.core import GroupState
 from rollyard.sampling import eval_runner, eval_tasks
+from rollyard.store.base import Decision
 from rollyard.testing.script import Reply, Turn
 from tests.service.site import OTHER, TRAINER, Site, engine_table, finish, open_site, scripted, task
 from tests.service.skill import CHECK, member_of, skilled
@@ -82,6 +84,29 @@ async def test_pass_at_k_agrees_with_the_policys_skill(tmp_path: Path) -> None:
         assert (await site.get("/v1/evals")).body["evals"] == [ended]
 
 
+async def test_the_number_of_ended_samples_does_not_fall_while_a_groups_end_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, may_write = asyncio.Event(), asyncio.Event()
+    async with skilled(solves) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        store = site.served.app_state.store
+        step = store.step
+
+        async def slow_step(decision: Decision) -> Any:
+            if any(group.state is not GroupState.OPEN for group in decision.groups):
+                writing.set()
+                await may_write.wait()
+            return await step(decision)
+
+        monkeypatch.setattr(store, "step", slow_step)
+        await begin(site, tasks(1), k=4)
+        async with asyncio.timeout(90):
+            await writing.wait()
+        assert (await site.get("/v1/evals/e")).body["done"] == 4
+        may_write.set()
+        assert (await over(site))["done"] == 4
+
+
 async def test_more_samples_than_k_and_a_policy_by_name(tmp_path: Path) -> None:
     async with (
         skilled(solves) as engine,
@@ -129,7 +154,7 @@ async def test_missing_samples_are_not_counted_and_fail_the_evaluation_above_the
     source["tasks"][2]["data"]["setup"] = ["exit 3"]
     async with scripted() as engine:
         engine.script = scripted_turn
-        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
+        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=60) as site:
             await begin(site, source, k=2)
             failed = await over(site)
             assert (failed["state"], failed["reason"]) == ("failed", "too_many_missing")
@@ -156,7 +181,7 @@ async def test_a_sample_lost_to_infrastructure_is_taken_again(tmp_path: Path) ->
 
     async with scripted() as engine:
         engine.script = scripted_turn
-        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
+        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=60) as site:
             await begin(site, {"tasks": [task()]}, k=3, max_missing=0)
             ended = await over(site)
             assert ended["state"] == "done" and ended["result"]["all"]["samples"] == 3
@@ -427,7 +452,7 @@ async def test_a_clients_rollout_with_the_id_of_a_spare_is_not_a_sample(tmp_path
 
     async with scripted() as engine:
         engine.script = scripted_turn
-        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
+        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=60) as site:
             assert (await site.post("/v1/policies/default/pause", {})).body["state"] == "paused"
             await begin(site, {"tasks": [task()]}, k=1)
             stranger = {"id": "e.0-1", "group": "e.0", "index": 1, "task": task("of the client")}

@@ -97,8 +97,8 @@ class EvalRunner:
 
     def _ended_places(self, group_id: str) -> int:
         opened = self._groups.opened(group_id)
-        if opened is None:
-            return 0
+        if opened is None:  # not stored yet, or no longer open
+            return self.record.samples if self._groups.is_ending(group_id) else 0
         return min(self.record.samples, sum(end.fate is not MemberFate.LOST for end in opened.ends.values()))
 
     @property

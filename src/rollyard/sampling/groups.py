@@ -34,6 +34,7 @@ class Groups:
         self._pipeline = pipeline
         self._store = pipeline.store
         self._open: dict[str, OpenGroup] = {}
+        self._ending: set[str] = set()  # no longer open, and their ends are being written
         self._touched: dict[str, None] = {}
         self._news = asyncio.Event()
 
@@ -75,6 +76,9 @@ class Groups:
         """Returns a group whose rollouts are running, or None."""
         return self._open.get(group_id)
 
+    def is_ending(self, group_id: str) -> bool:
+        return group_id in self._ending
+
     def ended(self, rollout: Rollout) -> None:
         """Records the end of a rollout, if it belongs to one of these groups."""
         opened = self._open.get(rollout.group or "")
@@ -87,7 +91,7 @@ class Groups:
         if opened is None:
             return await self._store.get_group(group_id)
         group = opened.over(GroupState.CANCELLED, reason="cancelled")
-        await self._store.step(Decision(groups=(group,)))
+        await self._write_end(group)
         self._pipeline.cancel_later(opened.at_work(), "its group was cancelled")  # a restart cancels the rest
         self._notify(group_id)
         return group
@@ -152,9 +156,16 @@ class Groups:
 
     async def _end(self, opened: OpenGroup, group: Group) -> None:
         self._open.pop(opened.id, None)  # first: a cancel from now on has no effect
-        await self._store.step(Decision(groups=(group,)))
+        await self._write_end(group)
         self._pipeline.cancel_later(opened.at_work(), f"its group has failed: {group.reason}")
         self._notify(opened.id)
+
+    async def _write_end(self, group: Group) -> None:
+        self._ending.add(group.id)
+        try:
+            await self._store.step(Decision(groups=(group,)))
+        finally:
+            self._ending.discard(group.id)
 
     def _notify(self, group_id: str) -> None:
         self.notifier.ring(group_id)
