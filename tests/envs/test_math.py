@@ -198,6 +198,22 @@ async def test_a_cancelled_question_leaves_no_process():
     assert "600" not in children()
 
 
+async def test_a_cancelled_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch):
+    connecting = asyncio.Event()
+
+    async def never_connected(**_: object) -> None:
+        connecting.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "open_connection", never_connected)
+    asked = asyncio.create_task(child("time.sleep(601)").is_same("1", "2"))
+    await connecting.wait()
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert "601" not in children()
+
+
 def children() -> str:
     """The command lines of all child processes of this process, including zombies."""
     ids = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]

@@ -108,7 +108,7 @@ async def test_floods_are_cut_in_the_middle_and_counted(sandbox: Sandbox) -> Non
 
 @BOTH
 async def test_an_endless_flood_ends_at_its_timeout(session: PythonSession) -> None:
-    result = await session.run("while True: print('y' * 1000)", 1.0)
+    result = await session.run("while True: print('y' * 1000)", 3.0)
     assert result.outcome is CellOutcome.TIMEOUT and result.omitted_bytes > 0
     assert not result.is_restarted
     assert await output_of(session, "1") == "1\n"
@@ -251,8 +251,10 @@ async def test_a_dead_process_is_reported_and_replaced(session: PythonSession, c
     assert "NameError" in await raised(session, "x")
 
 
-async def test_code_is_not_run_in_a_new_process_without_its_names(session: PythonSession) -> None:
-    await output_of(session, "import os, threading, time\nthreading.Timer(0.1, os._exit, [4]).start()")
+async def test_code_is_not_run_in_a_new_process_without_its_names(session: PythonSession, sandbox: Sandbox) -> None:
+    end = "def end():\n    while not os.path.exists('end'): time.sleep(0.01)\n    os._exit(4)"
+    await output_of(session, f"import os, threading, time\n{end}\nthreading.Thread(target=end).start()")
+    await sandbox.write("end", b"")  # only now: the cell has ended
     assert session._live is not None
     assert await session._live.ended(20.0) == 4
     result = await session.run("print('was run')", 20.0)

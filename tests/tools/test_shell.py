@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 
@@ -107,7 +108,7 @@ async def test_floods_are_cut_in_the_middle_and_counted(sandbox: Sandbox) -> Non
 
 
 async def test_an_endless_flood_ends_at_its_timeout(shell: Shell) -> None:
-    result = await shell.run("yes", 0.5)
+    result = await shell.run("yes", 3.0)  # time to write more than is kept
     assert result.outcome is ShellOutcome.TIMEOUT and result.omitted_bytes > 0
     assert await output_of(shell, "echo calm") == "calm\n"
 
@@ -156,16 +157,22 @@ async def test_a_timeout_before_the_shell_has_read_its_line_interrupts_the_comma
     await check_an_unread_line(shell)
 
 
-async def test_a_command_that_ignores_sigint_gets_sigquit_then_sigkill(shell: Shell) -> None:
+async def test_a_command_that_ignores_sigint_gets_sigquit_then_sigkill(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def until_ready(*_: object) -> ShellOutcome:
+        await eventually(lambda: bool(shell._output.total_bytes), "it ignores the signal")
+        return ShellOutcome.TIMEOUT
+
     await output_of(shell, "x=kept")
-    quit_it = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(1000)"
-    result = await shell.run(f"python3 -c '{quit_it}'", 1.5)
+    monkeypatch.setattr(shell, "_watch", until_ready)
+    quit_it = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(1000)"
+    result = await shell.run(f"python3 -c '{quit_it}'", 60.0)
     assert (result.outcome, result.status) == (ShellOutcome.TIMEOUT, 128 + signal.SIGQUIT)
-    kill_it = quit_it.replace("; time", "; signal.signal(signal.SIGQUIT, signal.SIG_IGN); time", 1)
-    result = await shell.run(
-        f"python3 -c '{kill_it.replace('import signal, time;', 'import signal; import time;')}'", 1.5
-    )
+    kill_it = quit_it.replace("; print", "; signal.signal(signal.SIGQUIT, signal.SIG_IGN); print", 1)
+    result = await shell.run(f"python3 -c '{kill_it}'", 60.0)
     assert (result.outcome, result.status) == (ShellOutcome.TIMEOUT, 128 + signal.SIGKILL)
+    monkeypatch.undo()
     assert await output_of(shell, "echo $x") == "kept\n"
 
 
@@ -181,6 +188,20 @@ async def test_waiting_for_input_is_detected(shell: Shell, command: str) -> None
     result = await shell.run(command, 30.0)
     assert (result.outcome, result.is_restarted) == (ShellOutcome.AWAITING_INPUT, False)
     assert await output_of(shell, "echo on") == "on\n"
+
+
+async def test_a_command_that_ends_during_the_check_for_input_is_completed(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = shell._blocked
+
+    def late(quiet_s: float) -> ShellOutcome | None:
+        time.sleep(1.0)  # the command ends, and the event loop cannot see its status
+        return blocked(quiet_s)
+
+    monkeypatch.setattr(shell, "_blocked", late)
+    result = await shell.run("sleep 0.7; (exit 3)", 20.0)
+    assert (result.outcome, result.status, result.is_restarted) == (ShellOutcome.COMPLETED, 3, False)
 
 
 async def test_a_silent_command_is_not_mistaken_for_one_that_waits(shell: Shell) -> None:

@@ -126,7 +126,13 @@ class Children:
                 env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
                 start_new_session=True,
             )
-        reader, writer = await asyncio.open_connection(sock=parent_socket, limit=MAX_LINE_BYTES)
+        try:
+            reader, writer = await asyncio.open_connection(sock=parent_socket, limit=MAX_LINE_BYTES)
+        except BaseException:
+            parent_socket.close()
+            process.kill()
+            await asyncio.shield(asyncio.to_thread(process.wait))
+            raise
         child = _Child(process, reader, writer)
         is_ready = False
         try:

@@ -37,7 +37,7 @@ interrupt may arrive before the cell has started."""
 START_S = 30.0
 """How long one Python may take to start. IPython needs 0.6 s, more on a busy machine."""
 
-EXIT_S = 0.3
+EXIT_S = 2.0
 
 _ENV = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "NO_COLOR": "1", "COLUMNS": "120", "MPLBACKEND": "Agg"}
 

@@ -45,7 +45,7 @@ READ_S, READ_POLL_S = 4.0, 0.02
 shell discards it at its prompt and then runs the command."""
 
 OPEN_S = 30.0
-EXIT_S = 0.3
+EXIT_S = 2.0
 
 _ENV = {
     "TERM": "dumb",
@@ -229,7 +229,7 @@ class Shell:
                 return ShellOutcome.TIMEOUT
             if self._output.total_bytes == last_bytes:
                 if (blocked := self._blocked(quiet_s)) is not None:
-                    return blocked
+                    return ShellOutcome.COMPLETED if answer.done() else blocked  # it ended during the check
                 quiet_s *= 2
             last_bytes = self._output.total_bytes
 

@@ -47,7 +47,7 @@ STDERR_PAUSE_S = 0.05
 """The pause after each full read: it limits a flood to a megabyte a second, so that it cannot occupy the event loop."""
 
 CHUNK_BYTES = 64 << 10
-EXIT_S = 0.5  # how long to wait for the exit status after the output has ended
+EXIT_S = 2.0  # how long to wait for the exit status after the output has ended
 
 
 class LineSplitter:
