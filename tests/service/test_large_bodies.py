@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.arrow import _group
+from rollyard.core import loop_yield
 from rollyard.core.failure import InvalidRequest
 from rollyard.core.loop_yield import LoopYield
 from rollyard.service import json_body
@@ -20,6 +23,8 @@ from rollyard.service.schemas import task as task_schema
 from rollyard.service.schemas.body import check_body
 from rollyard.service.schemas.draws import DrawBody
 from rollyard.service.schemas.evals import EvalBody
+from rollyard.service.schemas.group_pages import groups_page, json_page
+from rollyard.service.schemas.records import encode
 from rollyard.service.schemas.requests import RewardBody, SubmitBody
 from tests.service.site import Site, open_site, task
 
@@ -151,3 +156,20 @@ async def test_a_runs_defaults_cannot_make_a_small_call_large(tmp_path: Path, mo
             await _call(site, path, {"run": "r", name: [one] * 2})
             answer = await site.post(path, {"run": "r", name: [one] * 3})
             assert answer.code == "invalid_request" and "at most 2 tasks in one call" in answer.body["detail"], path
+
+
+async def test_the_loop_runs_while_a_page_of_groups_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_yield, "AFTER_S", 0.0)
+    groups, turns = [_group(1), _group(2)], 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    page = await json_page(groups, "d:2", None, with_traces=True)
+    counting.cancel()
+    assert turns >= sum(len(group.rollouts) for group in groups)
+    assert page == encode(groups_page(groups, "d:2", None))

@@ -30,6 +30,7 @@ from rollyard.service.schemas.group_pages import (
     cursor,
     draw_object,
     groups_page,
+    json_page,
     load_group,
     load_groups,
 )
@@ -181,7 +182,8 @@ async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuer
     next_cursor = cursor(after if last is None else last)
     if ARROW in accept:
         return Response(await asyncio.to_thread(_arrow_page, loaded, next_cursor, batch), media_type=ARROW)
-    return reply(groups_page(loaded, next_cursor, batch, with_traces=with_traces))
+    page_json = await json_page(loaded, next_cursor, batch, with_traces=with_traces)
+    return Response(page_json, media_type="application/json")
 
 
 def _arrow_page(groups: Sequence[LoadedGroup], next_cursor: str, batch: Batch | None) -> bytes:

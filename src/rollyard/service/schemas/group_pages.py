@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from rollyard.core import Batch, Draw, Group, Rollout, Trajectory, id_of
+from rollyard.core.loop_yield import LoopYield
 from rollyard.sampling.draw_state import DrawState, before_filtering
 from rollyard.sampling.membership import end_of
 from rollyard.sampling.open_group import rollouts_of
-from rollyard.service.schemas.records import JsonObject, record, traces
+from rollyard.service.schemas.records import JsonObject, encode, record, traces
 from rollyard.store.base import Store
 
 AT_ONCE = 16  # trajectories that are read concurrently
@@ -140,6 +141,19 @@ def groups_page(
         "next": next_cursor,
         "batch": None if batch is None else batch_object(batch),
     }
+
+
+async def json_page(
+    groups: Sequence[LoadedGroup], next_cursor: str, batch: Batch | None, *, with_traces: bool
+) -> bytes:
+    """The page as JSON, encoded rollout by rollout, so that a large one does not hold the event loop."""
+    page = groups_page(groups, next_cursor, batch, with_traces=with_traces)
+    loop_yield = LoopYield()
+    for group in page["groups"]:
+        for place, rollout in enumerate(group["rollouts"]):
+            group["rollouts"][place] = msgspec.Raw(encode(rollout))
+            await loop_yield.step()
+    return encode(page)
 
 
 def batch_object(batch: Batch) -> JsonObject:
