@@ -213,6 +213,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture
+def unused_tcp_port() -> int:
+    """A port that no other program takes before the test's service does, or while that restarts."""
+    return worker.free_port()
+
+
+@pytest.fixture
 def disk_path() -> Generator[Path, None, None]:
     """A folder that is not in memory, unlike `tmp_path`: its files do not count as memory of a process."""
     with tempfile.TemporaryDirectory(prefix=f"{worker.PREFIX}{os.getpid()}-", dir="/var/tmp") as name:

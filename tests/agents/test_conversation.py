@@ -41,8 +41,9 @@ async def test_every_prompt_extends_what_was_sent_and_sampled(scene):
 
 
 async def test_tokens_sampled_before_a_deadline_are_in_the_trace(scene):
-    async with scene(["first", Reply("one two three four", stall_after=2)], run_s=0.6) as s:
+    async with scene(["first", Reply("one two three four", stall_after=2)]) as s:
         await s.conversation.turn(USER, (), max_tokens=50)
+        s.context.clock.budget_s = s.context.clock.used_s + 0.3  # only now: the first turn must not use it up
         with pytest.raises(DeadlineExpired):
             await s.conversation.turn(USER, (), max_tokens=50)
         (trace,) = proven(s)
@@ -53,8 +54,9 @@ async def test_tokens_sampled_before_a_deadline_are_in_the_trace(scene):
 
 
 async def test_a_deadline_before_any_token_keeps_the_earlier_turns(scene):
-    async with scene(["first", Reply("never", stall_after=0)], run_s=0.6) as s:
+    async with scene(["first", Reply("never", stall_after=0)]) as s:
         await s.conversation.turn(USER, (), max_tokens=50)
+        s.context.clock.budget_s = s.context.clock.used_s + 0.3  # only now: the first turn must not use it up
         with pytest.raises(DeadlineExpired):
             await s.conversation.turn(USER, (), max_tokens=50)
         (trace,) = proven(s)

@@ -307,7 +307,15 @@ async def test_a_program_that_gives_up_when_its_context_is_full_hit_the_context_
 async def test_run_s_counts_while_the_program_works(tmp_path: Path, mark: str):
     code = PROGRAM + "\nimport time\ntime.sleep(1000)"
     async with open_site(tmp_path) as site:
-        rollout = await site.rolled(greeting_task("command", runs(code, mark), run_s=3))
+        rollout_id = await site.submit(greeting_task("command", runs(code, mark)))
+        await site.until(rollout_id, State.RUN)
+        live = site.pipeline.live[rollout_id]
+        async with asyncio.timeout(90):
+            while (page := await live.page(0)) is None or page.turns < 3:
+                await asyncio.sleep(0.01)
+        live.clock.budget_s = live.clock.used_s + 0.5  # only now: a busy machine could use it up before
+        live.clock.rearm()
+        rollout = await site.ended(rollout_id)
         trajectory = await trajectory_of(site, rollout.id)
         await site.idle()
         nothing_left(site, tmp_path, mark)
@@ -319,9 +327,10 @@ async def test_run_s_counts_while_the_program_works(tmp_path: Path, mark: str):
 
 async def test_a_silent_program_is_not_a_stall(tmp_path: Path):
     """It runs longer than stall_s without output: run_s bounds it, and it is not retried."""
-    code = PROGRAM + "\nimport time\ntime.sleep(2)"
+    code = PROGRAM + "\nimport time\ntime.sleep(4)"
     async with open_site(tmp_path) as site:
-        rollout = await site.rolled(greeting_task("command", runs(code), stall_s=0.5))
+        # The clock leaves out only standstills of more than a second: the bound has to be longer.
+        rollout = await site.rolled(greeting_task("command", runs(code), stall_s=2.0))
     assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
     assert rollout.attempt == 1
 

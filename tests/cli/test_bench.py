@@ -55,14 +55,22 @@ async def test_a_machine_too_slow_for_the_full_load_is_measured_at_the_load_reac
     assert await pipeline.fill(_rig(3, 10), 10) == 10
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(pipeline, "FILL_S", 0.05)
-    assert await pipeline.fill(_rig(3, 7), 10) == 7
+    assert await pipeline.fill(_rig(7), 10) == 7
     assert capsys.readouterr().err == "7 of 10 rollouts are in flight after 0.05 s; the figures are for 7\n"
     with pytest.raises(CommandError, match=r"filling RUN: waited 0.05 s for 10 rollouts, but none is in flight"):
         await pipeline.fill(_rig(0), 10)
 
 
 async def test_a_load_that_never_fills_still_gives_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "FILL_S", 8.0)
+    fill = pipeline.fill
+
+    async def fill_all_slots(bench: Any, target: int) -> int:
+        while await pipeline._in_flight(bench) < 4:
+            await asyncio.sleep(0.05)
+        return await fill(bench, target)
+
+    monkeypatch.setattr(pipeline, "FILL_S", 0.0)
+    monkeypatch.setattr(pipeline, "fill", fill_all_slots)
     monkeypatch.setattr(pipeline, "rig", _with_few_slots)
     figures = await pipeline._latency_bound(in_flight=50, latency_s=0.2, quick=True)
     assert figures["rollouts_wanted"] == 50

@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
+from rollyard.service import build
 from rollyard.service.server import serve
 from rollyard.service.settings import Settings, load_settings
 from rollyard.testing.script import FolderTokenizer, Reply, Rules
@@ -56,7 +58,9 @@ async def served(folder: Path, **flags: object) -> AsyncGenerator[RunningService
     async with ScriptedEngine(SCRIPT, tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
         engines = [{"url": engine.url, "id": "e0", "tokenizer": str(tokenizer_dir())}]
         settings = _settings(folder, {"engines": engines, **flags})
-        async with serve(settings) as running:
+        async with AsyncExitStack() as stack:
+            with patch.object(build, "ENGINES_S", 60.0):  # tests use the engine at once
+                running = await stack.enter_async_context(serve(settings))
             yield RunningService(running.url, settings.token_path.read_text().strip(), settings.data_dir, engine)
 
 

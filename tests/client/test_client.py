@@ -88,17 +88,22 @@ async def test_wait_all_reports_each_end_once_and_the_states_before_it(client: A
     await client.wait_all(ids, on_end=lambda r: ends.append(r.id), on_event=events.append, timeout_s=50)
     assert sorted(ends) == sorted(ids)
     assert {event.rollout for event in events} <= set(ids)
-    assert await client.wait_all(ids[:2], timeout_s=5) == [await client.get(id) for id in ids[:2]]
+    assert await client.wait_all(ids[:2], timeout_s=50) == [await client.get(id) for id in ids[:2]]
 
 
 async def test_wait_all_reports_the_states_since_an_event(client: AsyncClient):
     after = (await client.status())["last_event"]
-    await client.submit([task()], ids=["one"])
+    await client.submit([task("NEVER")], ids=["one"])  # it does not end before its events have been read
     async for event in client.events(after=after):
         if event.state == "run":
             break  # these events are over when wait_all is called
     events: list[Event] = []
-    await client.wait_all(["one"], on_event=events.append, after=after, timeout_s=50)
+    waiting = asyncio.create_task(client.wait_all(["one"], on_event=events.append, after=after, timeout_s=90))
+    async with asyncio.timeout(60):
+        while len(events) < 4:
+            await asyncio.sleep(0.01)
+    await client.cancel("one")
+    await waiting
     assert [event.state for event in events][:4] == ["queued", "init", "ready", "run"]
 
 

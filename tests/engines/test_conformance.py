@@ -26,7 +26,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 async def test_the_scripted_engine_conforms(check: EngineCheck, dialect: str, http: HttpPool) -> None:
-    async with ScriptedEngine(lambda _: ALPHABET, tokens_per_s=500, **DIALECTS[dialect]) as server:
+    async with ScriptedEngine(lambda _: ALPHABET, tokens_per_s=200, **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         try:
             await check.run(engine, Context(PROMPT, long_tokens=900))

@@ -103,7 +103,7 @@ async def test_streamed_tokens_are_salvaged_when_no_engine_is_left() -> None:
 
 
 async def test_an_expired_clock_salvages_streamed_tokens_even_if_the_abort_is_ignored() -> None:
-    settings = replace(QUICK, abort_grace_s=0.1)
+    settings = replace(QUICK, abort_grace_s=1.0)
     async with (
         ScriptedEngine(at_first(Reply(WORDS, stall_after=9, fault="hang"))) as server,
         routed(server, settings=settings) as router,
@@ -118,7 +118,7 @@ async def test_an_expired_clock_salvages_streamed_tokens_even_if_the_abort_is_ig
 
 
 async def test_a_stream_without_tokens_that_ignores_its_abort_is_lost_and_retried() -> None:
-    settings = replace(QUICK, abort_grace_s=0.1)
+    settings = replace(QUICK, abort_grace_s=1.0)
     async with (
         ScriptedEngine(at_first(Reply(WORDS, fault="hang"))) as server,
         routed(server, settings=settings) as router,

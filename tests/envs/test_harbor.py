@@ -270,7 +270,7 @@ async def test_a_host_that_cannot_write_the_tests_is_not_the_policys_fault(
 
 async def test_tests_that_exceed_the_time_limit_are_the_policys_fault(resources: StageResources, tmp_path: Path):
     body = ready(tmp_path, {"tests/test.sh": "#!/bin/sh\nsleep 600\n"})
-    body["limits"]["eval_s"] = 4.0
+    body["limits"]["eval_s"] = 8.0
     result = await played(resources, body, "noop")
     assert result.failure is not None and result.failure.code == "eval_deadline"
 

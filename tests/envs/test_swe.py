@@ -374,7 +374,7 @@ async def test_errors_in_the_task_are_not_the_policys_fault(calc: Repository, re
 
 async def test_tests_that_hang_are_the_policys_fault(calc: Repository, resources: StageResources):
     body = calc.body(["echo 'import time; time.sleep(60)' >> calc.py"])
-    body["limits"] = {**body["limits"], "eval_s": 3}  # including the start of the sandbox
+    body["limits"] = {**body["limits"], "eval_s": 8}  # including the start of the sandbox
     result = await played(resources, body, "hands")
     assert result.failure is not None and result.failure.code == "eval_deadline"
     assert result.score is not None and result.score.reward == 0.0

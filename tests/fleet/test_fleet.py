@@ -109,7 +109,7 @@ async def test_a_lost_nodes_rollouts_run_elsewhere_and_the_node_is_refused_when_
 
 
 async def test_nodes_outlive_their_head_and_hand_over_to_the_next(tmp_path: Path) -> None:
-    async with scripted(Reply(finish(), latency_s=2.0)) as engine:
+    async with scripted(Reply(finish(), latency_s=5.0)) as engine:
         table = engine_table(engine)
         async with open_head(tmp_path, engines=[table], node_lease_s=20) as site:
             starting = loop_node(site, tmp_path, "n1")

@@ -82,7 +82,7 @@ async def test_a_rollout_that_returns_to_its_node_starts_after_the_clean_up(tmp_
 async def test_a_node_that_gave_up_joins_a_head_that_did_not_notice(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), latency_s=600.0)) as engine,
-        open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=600, node_hold_s=1) as site,
+        open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=600, node_hold_s=5) as site,
         loop_node(site, tmp_path, "n1") as node,
     ):
         nodes = site.served.app_state.head.nodes

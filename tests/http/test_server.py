@@ -177,10 +177,10 @@ async def test_a_refusal_to_a_client_that_has_just_closed_raises_nothing() -> No
 
 
 async def test_a_slow_body_gets_more_time_for_each_byte() -> None:
-    async with serving(echo, body_s=0.5, body_bytes_per_s=1) as (_, port):
+    async with serving(echo, body_s=2.0, body_bytes_per_s=1) as (_, port):
         reader, writer = await connect(port)
-        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 12\r\n\r\n")
-        for _ in range(12):  # 1.2 s in all; each byte adds a second
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 24\r\n\r\n")
+        for _ in range(24):  # 2.4 s in all; each byte adds a second
             writer.write(b"x")
             await asyncio.sleep(0.1)
         assert b" 200 " in await reader.readline()

@@ -71,11 +71,11 @@ class Site:
         (stored,) = await self.pipeline.submit([Submission(rollout, {"id": rollout.id})])
         return stored.id
 
-    async def rolled(self, task: Task, within_s: float = 30.0, **fields: Any) -> Rollout:
+    async def rolled(self, task: Task, within_s: float = 90.0, **fields: Any) -> Rollout:
         """Submits a task and waits for its end."""
         return await self.ended(await self.submit(task, **fields), within_s)
 
-    async def ended(self, rollout_id: str, within_s: float = 30.0) -> Rollout:
+    async def ended(self, rollout_id: str, within_s: float = 90.0) -> Rollout:
         """Returns the rollout when its end is stored and its attempt, which releases what it held only then, is
         done."""
         rollout = await self.pipeline.wait(rollout_id, within_s)
@@ -85,7 +85,7 @@ class Site:
                 await asyncio.sleep(0.001)
         return rollout
 
-    async def until(self, rollout_id: str, state: State, *, attempt: int = 1, within_s: float = 20.0) -> None:
+    async def until(self, rollout_id: str, state: State, *, attempt: int = 1, within_s: float = 60.0) -> None:
         """Waits for a state of an attempt, by events."""
         async with asyncio.timeout(within_s):
             events = self.pipeline.event_log.events("0-0")
@@ -93,13 +93,13 @@ class Site:
                 if (event.rollout, event.state, event.attempt) == (rollout_id, state, attempt):
                     return
 
-    async def idle(self, within_s: float = 10.0) -> None:
-        """Waits until no attempt is left."""
+    async def idle(self, within_s: float = 60.0) -> None:
+        """Waits until no attempt is left, and none is being started."""
         async with asyncio.timeout(within_s):
-            while self.pipeline.live:
+            while self.pipeline.live or self.pipeline.starting:
                 await asyncio.sleep(0.01)
 
-    async def idle_run(self, within_s: float = 10.0) -> None:
+    async def idle_run(self, within_s: float = 60.0) -> None:
         """Waits until what ended RUN has left its slot, and its sandbox is gone."""
         async with asyncio.timeout(within_s):
             while self.pipeline.run_pool.active:

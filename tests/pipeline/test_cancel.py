@@ -68,6 +68,7 @@ async def test_deleting_a_run_ends_all_its_rollouts(tmp_path: Path):
         ids = [await site.submit(shell_task()) for _ in range(12)]
         await site.until(ids[0], State.RUN)
         await site.pipeline.delete_run("run")
+        await site.idle()
         site.nothing_left()
         assert (await site.store.list(runs=["run"])).rollouts == ()
 
@@ -95,7 +96,7 @@ async def test_a_cancel_while_an_attempt_is_given_back_is_not_lost(tmp_path: Pat
         await site.until(rollout_id, State.RUN)
         site.pipeline.live[rollout_id].stop(Stalled("no progress"))  # it will be retried
         await site.pipeline.cancel(rollout_id)
-        rollout = await site.ended(rollout_id, within_s=10)
+        rollout = await site.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.CANCELLED
         assert [lost.code for lost in rollout.lost] == ["stalled"]

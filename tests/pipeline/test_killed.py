@@ -1,6 +1,7 @@
 """The blame for killed processes: a kill by the host costs a try, never a reward."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -27,11 +28,24 @@ def waits(mark: str) -> str:
     return f"sh -c 'trap \"exit 0\" TERM; while :; do sleep 0.05; done' {mark}"
 
 
+def ready(mark: str) -> list[int]:
+    """Returns the processes with this mark that have set their trap; before that, SIGTERM just ends them."""
+    return [pid for pid in alive(mark) if caught(pid) >> (signal.SIGTERM - 1) & 1]
+
+
+def caught(pid: int) -> int:
+    """Returns the mask of the signals that a process handles; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0], 16)
+    return 0
+
+
 async def sent(mark: str, number: signal.Signals) -> None:
     """Sends the signal to the process with this mark, once it runs."""
-    await eventually(lambda: bool(alive(mark)), f"{mark} runs")
-    for pid in alive(mark):
-        os.kill(pid, number)
+    await eventually(lambda: bool(ready(mark)), f"{mark} runs")
+    for pid in ready(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
     await eventually(lambda: not alive(mark), f"{mark} is gone")
 
 

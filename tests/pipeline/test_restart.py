@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from rollyard.core import Outcome, State
-from tests.pipeline.site import SETTINGS, finish, open_site, says, shell, shell_task
+from tests.pipeline.site import SETTINGS, finish, open_site, quick, says, shell, shell_task
 
 pytestmark = pytest.mark.slow
 
 DO_IT = says(shell("touch done"), finish())
-SLOW = says(shell("sleep 2; touch done"), finish())
 
 
 async def test_rollouts_given_back_at_a_stop_run_after_the_restart_and_lose_no_attempt(tmp_path: Path):
@@ -58,13 +57,17 @@ async def test_many_orderly_restarts_do_not_lose_a_waiting_evaluation(tmp_path: 
 
 async def test_a_drain_lets_run_end_and_gives_back_what_has_not_started_it(tmp_path: Path):
     settings = replace(SETTINGS, run_slots=1)
-    async with open_site(tmp_path, SLOW, settings=settings) as site:
-        running = await site.submit(shell_task())
+    async with open_site(tmp_path, DO_IT, settings=settings) as site:
+        site.engines[0]._work.open.clear()  # its calls wait
+        running = await site.submit(quick(shell_task(), run_s=60, model_s=60))
         await site.until(running, State.RUN)
         waiting = await site.submit(shell_task())
         await site.until(waiting, State.READY)
         queued = [await site.submit(shell_task()) for _ in range(6)]
-        await site.pipeline.drain()
+        drain = asyncio.create_task(site.pipeline.drain(within_s=60))
+        await asyncio.sleep(0)  # it has stopped what has not started RUN
+        site.engines[0]._work.open.set()
+        await drain
         assert (await site.store.get(running)).state is State.ENDED
         requeued = await site.store.get(waiting)
         assert (requeued.state, requeued.attempt, requeued.excused) == (State.QUEUED, 2, 1)

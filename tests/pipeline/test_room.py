@@ -20,12 +20,12 @@ async def test_waiting_for_room_counts_against_no_deadline(tmp_path: Path) -> No
         assert isinstance(site.runtime, BubblewrapRuntime)
         set_pressure(site.runtime, is_low=True)
         task = shell_task()
-        task = replace(task, limits=replace(task.limits, init_s=1.0))
+        task = replace(task, limits=replace(task.limits, init_s=3.0))
         rollout_id = await site.submit(task)
         async with asyncio.timeout(30):
             while site.runtime.waiting == 0:
                 await asyncio.sleep(0.02)
-        await asyncio.sleep(2.0)  # twice init_s
+        await asyncio.sleep(4.0)  # longer than init_s
         assert (await site.store.get(rollout_id)).state is State.INIT
         set_pressure(site.runtime, is_low=False)
         rollout = await site.ended(rollout_id)

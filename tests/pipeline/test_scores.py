@@ -33,7 +33,7 @@ async def test_a_run_that_masks_truncated_rollouts_does_not_train_on_them_and_re
 async def test_a_slow_check_does_not_make_a_masked_rollout_trainable(tmp_path: Path):
     run = Run("run", mask_truncated=True)
     async with open_site(tmp_path, says(shell("touch done")), run=run) as site:
-        ending = (await site.rolled(quick(shell_task(checks=["sleep 60"]), max_turns=2, eval_s=0.5))).ending
+        ending = (await site.rolled(quick(shell_task(checks=["sleep 60"]), max_turns=2, eval_s=3.0))).ending
         assert ending is not None and ending.failure is not None
         assert (ending.failure.code, ending.is_trainable) == ("eval_deadline", False)
 

@@ -122,8 +122,8 @@ def test_an_oom_kill_caused_by_a_parent_group_counts_as_a_host_kill(cgroups: Cgr
 
 def test_memory_of_many_processes_is_counted_together(cgroups: Cgroups):
     group = cgroups.make("sbx_many", 96 * MIB, 64, None)
-    code = "for _ in range(8):\n  if os.fork() == 0:\n    x = b'x' * (32 << 20); sys.stdin.read(); os._exit(0)\n"
-    run_in(group, code + "for _ in range(8): os.wait()")
+    child = "os.close(writer); x = b'x' * (32 << 20); os.read(reader, 1); os._exit(0)"  # stays until the parent ends
+    run_in(group, f"reader, writer = os.pipe()\nfor _ in range(8):\n  if os.fork() == 0:\n    {child}\nos.wait()")
     assert group.events().oom_kills >= 1
     assert group.remove()
 

@@ -374,19 +374,19 @@ async def test_of_two_processes_one_pulls_and_the_other_reports_that_it_waits(re
     reference = registry.put("name:1", image)
     registry.blob_gate = asyncio.Event()
     first = await puller(store, reference)
-    await asyncio.wait_for(registry.reached.wait(), 30)  # the config, then the layer
+    await asyncio.wait_for(registry.reached.wait(), 90)  # the config, then the layer
     registry.reached.clear()
     registry.blob_gate.set()
     registry.blob_gate = asyncio.Event()
-    await asyncio.wait_for(registry.reached.wait(), 30)
+    await asyncio.wait_for(registry.reached.wait(), 90)
     layer_hold, registry.blob_gate = registry.blob_gate, None
     second = await puller(store, reference)
     assert second.stdout is not None and first.stdout is not None
-    line = await asyncio.wait_for(second.stdout.readline(), 30)
+    line = await asyncio.wait_for(second.stdout.readline(), 90)
     assert line.decode().startswith(f"waiting pid {first.pid} on {socket.gethostname()} is making this image")
     assert store.find(reference) is None
     layer_hold.set()
-    outputs = [(await asyncio.wait_for(process.communicate(), 30))[0].decode() for process in (first, second)]
+    outputs = [(await asyncio.wait_for(process.communicate(), 90))[0].decode() for process in (first, second)]
     assert all(f"pulled {image.digest}" in text for text in outputs), outputs
     assert len(registry.asked(sha256(image.layers[0]))) == 1
     assert "download" not in outputs[1]
@@ -398,11 +398,11 @@ async def test_after_kill_9_the_next_pull_resumes_the_download(registry: Registr
     reference = registry.put("name:1", image)
     registry.blob_gate = asyncio.Event()
     process = await puller(store, reference)
-    await asyncio.wait_for(registry.reached.wait(), 30)
+    await asyncio.wait_for(registry.reached.wait(), 90)
     registry.reached.clear()
     registry.blob_gate.set()
     registry.blob_gate = asyncio.Event()
-    await asyncio.wait_for(registry.reached.wait(), 30)
+    await asyncio.wait_for(registry.reached.wait(), 90)
     part = next(iter(store.root.glob("*/.partial/blobs/*.part")), None)
     async with asyncio.timeout(90):
         while part is None or part.stat().st_size == 0:  # until the half that was sent is on disk
@@ -439,7 +439,7 @@ async def test_a_cancelled_pull_releases_its_lock(registry: Registry, store: Ima
     reference = registry.put("name:1", image)
     registry.blob_gate = asyncio.Event()
     pulling = asyncio.create_task(store.pull(reference))
-    await asyncio.wait_for(registry.reached.wait(), 30)
+    await asyncio.wait_for(registry.reached.wait(), 90)
     pulling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pulling

@@ -168,7 +168,7 @@ package.__path__ = [{str(source / "sandbox")!r}]
 from rollyard.sandbox.python import portable_python
 print(portable_python(Path({str(tmp_path)!r})).folder)
 """
-    completed = subprocess.run([other, "-B", "-c", code], capture_output=True, text=True, timeout=50)
+    completed = subprocess.run([other, "-B", "-c", code], capture_output=True, text=True, timeout=150)
     assert completed.returncode == 0, completed.stderr
     other_python = PortablePython(Path(completed.stdout.strip()), python.argv, python.env)
     assert other_python.folder.name != python.folder.name

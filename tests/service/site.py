@@ -3,13 +3,15 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 
+from rollyard.service import build
 from rollyard.service.server import Served, serve
 from rollyard.service.settings import Settings
 from rollyard.testing.script import FolderTokenizer, Reply, Rules
@@ -32,6 +34,11 @@ def task(instruction: str = "do it", **fields: Any) -> dict[str, Any]:
     limits = {"init_s": 30, "run_s": 30, "eval_s": 30, "model_s": 20, "max_turns": 4}
     data = {"instruction": instruction, "checks": ["true"]}
     return {"environment": "shell", "data": data, "limits": limits, **fields}
+
+
+def waiting_task(go: Path, instruction: str = "wait for go at {}.") -> dict[str, Any]:
+    """A task for an agent that waits for a file. RUN's deadline is longer than what a test does meanwhile."""
+    return task(instruction.format(go), limits={**task()["limits"], "run_s": 600})
 
 
 @dataclass
@@ -122,10 +129,14 @@ def settings(folder: Path, **values: Any) -> Settings:
 
 
 @asynccontextmanager
-async def open_site(folder: Path, **values: Any) -> AsyncGenerator[Site, None]:
-    """A running service. Opening it again below the same folder is a restart."""
+async def open_site(folder: Path, *, engines_s: float = 60.0, **values: Any) -> AsyncGenerator[Site, None]:
+    """A running service. Opening it again below the same folder is a restart. The start waits up to `engines_s` for the
+    engines, since most tests use them at once."""
     chosen = settings(folder, **values)
-    async with serve(chosen) as served, aiohttp.ClientSession() as http:
+    async with AsyncExitStack() as stack:
+        with patch.object(build, "ENGINES_S", engines_s):
+            served = await stack.enter_async_context(serve(chosen))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
         yield Site(served.url, chosen.token_path.read_text().strip(), http, served)
 
 

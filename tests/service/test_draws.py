@@ -46,10 +46,10 @@ async def draw(site: Site, count: int = 12, **fields: Any) -> dict[str, Any]:
     return answer.body
 
 
-async def closed(site: Site, number: int) -> dict[str, Any]:
+async def closed(site: Site, number: int, name: str = "d") -> dict[str, Any]:
     async with asyncio.timeout(90):
         while True:
-            answer = await site.get(f"/v1/draws/d/batches/{number}?wait_s=20")
+            answer = await site.get(f"/v1/draws/{name}/batches/{number}?wait_s=20")
             assert answer.status == 200, answer.body
             if answer.body["state"] == "closed":
                 return answer.body
@@ -153,7 +153,7 @@ async def test_the_order_is_seeded_and_no_task_repeats_within_an_epoch(tmp_path:
             body = {"id": name, "source": {"tasks": tasks(5)}, "group_size": 2, "epochs": 2, "seed": seed}
             assert (await site.post("/v1/draws", body)).status == 201
             assert (await site.post(f"/v1/draws/{name}/batches", {"want": 10, "number": 1})).status == 200
-            assert (await site.get(f"/v1/draws/{name}/batches/1?wait_s=40")).body["delivered"] == 10
+            assert (await closed(site, 1, name))["delivered"] == 10
             page = (await site.get(f"/v1/draws/{name}/groups?include=records")).body["groups"]
             first = [group for group in page if group["epoch"] == 0]
             assert sorted(group["item"] for group in first) == list(range(5))
@@ -435,9 +435,11 @@ async def test_a_rewind_voids_groups_of_newer_weights_and_returns_their_tasks(tm
         assert {group["newest_version"] for group in second} == {1}
         early = await site.post("/v1/draws/d/rewind", {"batch": 1, "version": 0})
         assert early.code == "version_conflict"
+        await site.hold()  # what starts now must not be complete before the rewind
         site.served.app_state.router.resume("default", 0)
         body = (await site.post("/v1/draws/d/rewind", {"batch": 1, "version": 0})).body
         assert body["batch"] == 1 and body["figures"]["void"] >= 2 and body["figures"]["delivered"] == 2
+        assert (await site.call("PATCH", "/v1/pools", json={"init": 4})).status == 200
         _, again = await take(site, 2, 2)
         assert {group["newest_version"] for group in again} == {0}
         assert {group["id"] for group in again}.isdisjoint(group["id"] for group in second)
@@ -485,7 +487,7 @@ async def test_a_task_lost_to_infrastructure_is_drawn_again_at_most_twice(tmp_pa
 
     async with scripted() as engine:
         engine.script = scripted_turn
-        async with site_with(tmp_path, engine, max_attempts=1, engine_wait_s=5) as site:
+        async with site_with(tmp_path, engine, max_attempts=1, engine_wait_s=60) as site:
             await draw(site, 2, epochs=1, spares=0, keep="all")
             batch, groups = await take(site, 2, 1)
             assert batch["delivered"] == 1 and [group["item"] for group in groups] == [1]

@@ -8,9 +8,12 @@ import pytest
 
 from rollyard import __version__
 from rollyard.engines import Router
+from rollyard.service import build
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.service.site import TRAINER, engine_table, open_site, scripted
+from tests.service.skill import skilled
+from tests.worker import free_port
 
 
 async def test_an_engine_is_added_listed_stored_and_removed(tmp_path: Path) -> None:
@@ -139,7 +142,7 @@ async def test_an_engine_with_another_tokenizer_is_422_and_never_gets_a_session(
 
 
 async def test_an_engine_that_is_down_at_start_is_added_and_comes_up_later(tmp_path: Path) -> None:
-    engine = scripted()
+    engine = skilled(lambda _: True, port=free_port())
     await engine.start()
     await engine.stop()
     async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
@@ -230,5 +233,5 @@ async def test_an_unresponsive_engine_does_not_delay_the_start(tmp_path: Path) -
     with socket.create_server(("127.0.0.1", 0)) as hole:  # accepts connections and never responds
         url = f"http://127.0.0.1:{hole.getsockname()[1]}"
         engine = {"id": "hole", "url": url, "tokenizer": str(tokenizer_dir())}
-        async with open_site(tmp_path, engines=[engine]) as site:
+        async with open_site(tmp_path, engines_s=build.ENGINES_S, engines=[engine]) as site:
             assert (await site.get("/readyz")).status == 200

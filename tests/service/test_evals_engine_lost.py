@@ -12,6 +12,7 @@ from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.service.site import Site, engine_table, open_site
 from tests.service.skill import skilled
 from tests.service.test_evals import SKILL, begin, by_hand, over, solves, tasks
+from tests.worker import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +60,7 @@ async def ends_with(site: Site, version: int) -> None:
 
 @pytest.mark.parametrize("version", [7, 8])
 async def test_engine_and_service_are_restarted(tmp_path: Path, version: int) -> None:
-    async with slow_after_the_first_task() as engine:
+    async with slow_after_the_first_task(port=free_port()) as engine:
         table = engine_table(engine)
         async with open_site(tmp_path, engines=[table], drain_s=0.1) as site:
             await start_at_version_7(site, engine)
@@ -71,7 +72,10 @@ async def test_engine_and_service_are_restarted(tmp_path: Path, version: int) ->
 
 @pytest.mark.parametrize("version", [7, 8])
 async def test_the_engine_is_restarted_while_a_pause_waits(tmp_path: Path, version: int) -> None:
-    async with slow_after_the_first_task() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+    async with (
+        slow_after_the_first_task(port=free_port()) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)]) as site,
+    ):
         await start_at_version_7(site, engine)
         waiting = asyncio.create_task(site.post(PAUSE, {"wait_s": 40}))
         await engine.stop()
@@ -82,7 +86,7 @@ async def test_the_engine_is_restarted_while_a_pause_waits(tmp_path: Path, versi
 
 
 async def test_a_service_restarted_during_that_pause_delays_the_next(tmp_path: Path) -> None:
-    async with slow_after_the_first_task() as engine:
+    async with slow_after_the_first_task(port=free_port()) as engine:
         table = engine_table(engine)
         async with open_site(tmp_path, engines=[table], drain_s=0.1) as site:
             await start_at_version_7(site, engine)

@@ -70,7 +70,7 @@ async def test_a_spare_replaces_a_member_lost_to_infrastructure(tmp_path: Path) 
 
     async with scripted() as engine:
         engine.script = scripted_turn
-        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
+        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=60) as site:
             await site.post("/v1/groups", {"id": "g", "task": task(), "size": 3, "spares": 2})
             group = await over(site, "g")
             assert group["state"] == "complete", group
@@ -89,7 +89,7 @@ async def test_a_group_short_of_members_fails_or_is_delivered_at_its_actual_size
 
     async with scripted() as engine:
         engine.script = scripted_turn
-        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
+        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=60) as site:
             await site.post("/v1/groups", {"id": "whole", "task": task(), "size": 3, "spares": 0})
             await site.post("/v1/groups", {"id": "part", "task": task(), "size": 3, "spares": 0, "min_members": 2})
             failed, short = await over(site, "whole"), await over(site, "part")
@@ -142,7 +142,7 @@ async def test_a_spare_whose_id_is_taken_fails_only_its_group(tmp_path: Path) ->
 
     async with scripted() as engine:
         engine.script = scripted_turn
-        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
+        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=60) as site:
             await site.submit("g-2")
             await site.post("/v1/groups", {"id": "g", "task": task(), "size": 2, "spares": 1})
             failed = await over(site, "g")

@@ -73,7 +73,10 @@ async def test_jobs_survive_a_killed_service(tmp_path: Path) -> None:
         engine.script = scripted(*good()).script
         await service.start()
         for body in bodies:  # without /start and /add_llm_server: both are stored
-            status, result = await ask(http, f"{service.url}/process", body)
+            async with asyncio.timeout(90):  # the start does not wait for a slow probe of the stored engine
+                while (answer := await ask(http, f"{service.url}/process", body))[0] == 503:
+                    await asyncio.sleep(0.05)
+            status, result = answer
             assert (status, result["resolved"], result["error"]) == (200, True, None)
             about = result["rollyard"]
             assert (about["attempt"], about["outcome"]) == (2, "completed")  # the same rollout, started again

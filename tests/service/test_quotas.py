@@ -327,7 +327,7 @@ async def test_a_small_tenant_does_not_wait_for_one_that_floods_the_queue(tmp_pa
             (one,) = (await site.post("/v1/rollouts", many(1), token=small)).body["rollouts"]
             assert (await site.ended(one["id"]))["outcome"] == "completed"
             waits.append(await ended_of(site, flood) - before)
-        assert sorted(waits)[9] < 60, waits  # without turns between owners: 400, all that were queued before
+        assert max(waits) < 60, waits  # without turns between owners: 400, all that were queued before
         for row in (await site.get("/v1/rollouts?state=queued&limit=1000", token=flood)).body["rollouts"]:
             await site.delete(f"/v1/rollouts/{row['id']}", token=flood)
 

@@ -314,7 +314,9 @@ async def test_a_cancel_in_run_ends_it(tmp_path: Path) -> None:
         assert (await site.delete("/v1/rollouts/r1")).body["state"] in ("run", "ended")
         assert (await site.ended("r1"))["outcome"] == "cancelled"
         await engine.idle()
-        assert (await site.get("/v1/status")).body["pools"]["live"]["active"] == 0
+        async with asyncio.timeout(60):
+            while (await site.get("/v1/status")).body["pools"]["live"]["active"]:
+                await asyncio.sleep(0.02)
 
 
 async def test_traces_of_an_unfinished_rollout_are_404(tmp_path: Path) -> None:

@@ -324,8 +324,8 @@ async def test_a_cancel_that_arrives_before_its_session_is_effective(tmp_path: P
 
 async def test_an_expired_session_has_no_reward(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
-        session = await begin(site, limits={**FAST, "run_s": 2})
-        await chat(site, session, "hello")
+        session = await begin(site, limits={**FAST, "run_s": 5})
+        assert (await chat(site, session, "hello")).status == 200
         record = await site.ended(session["id"])
         assert (record["outcome"], record["reward"], record["trainable"]) == ("failed", None, False)
         assert (record["failure"]["code"], record["failure"]["blame"]) == ("session_abandoned", "client")
@@ -436,7 +436,10 @@ async def test_a_saved_reward_survives_a_restart(tmp_path: Path) -> None:
         await chat(site, session, "hello")
         assert (await site.call("PATCH", "/v1/pools", json={"eval": 0})).status == 200
         posted = await site.post("/v1/sessions/s/reward?wait_s=1", {"reward": 0.75})
-        assert (posted.status, posted.body["state"]) == (202, "eval")
+        assert posted.status == 202, posted.body
+        async with asyncio.timeout(60):
+            while (await site.get("/v1/rollouts/s")).body["state"] != "eval":
+                await asyncio.sleep(0.02)
         again = await site.post("/v1/sessions/s/reward?wait_s=0.1", {"reward": 0.75})
         assert (again.status, again.body["state"]) == (202, "eval")
         assert (await site.post("/v1/sessions/s/reward?wait_s=0.1", {"reward": 0.5})).status == 409

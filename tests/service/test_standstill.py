@@ -13,7 +13,7 @@ from rollyard.client import AsyncClient
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.service.site import engine_table, finish, open_site, scripted, shell, task
 
-RUN_S, STOPPED_S = 6.0, 7.0
+RUN_S, STOPPED_S = 10.0, 11.0
 
 
 @pytest.mark.slow

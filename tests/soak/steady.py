@@ -21,6 +21,7 @@ from rollyard.cli.rig import engine_process, service
 from rollyard.client import AsyncClient
 from rollyard.core import Json
 from rollyard.sandbox.launcher import kernel
+from rollyard.sandbox.limits.limiter import mark_of
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.service.fuzz import resident_bytes
 
@@ -140,6 +141,7 @@ class _Load:
 
 def _look(pid: int, data: Path, second: int, ended: int) -> Look:
     below = kernel.descendants({pid}, kernel.running_processes())
+    own = f"/rollyard-{mark_of(data / 'sandboxes' / 'bubblewrap')}"  # test workers beside this have sandboxes, too
     return Look(
         second=second,
         ended=ended,
@@ -147,7 +149,9 @@ def _look(pid: int, data: Path, second: int, ended: int) -> Look:
         descriptors=len([*Path(f"/proc/{pid}/fd").iterdir()]),
         threads=len([*Path(f"/proc/{pid}/task").iterdir()]),
         processes=len(below),
-        cgroups=sum(name.startswith("sbx_") for _, names, _ in os.walk("/sys/fs/cgroup") for name in names),
+        cgroups=sum(
+            name.startswith("sbx_") for at, names, _ in os.walk("/sys/fs/cgroup") if at.endswith(own) for name in names
+        ),
         disk_mib=_size_bytes(data) >> 20,
     )
 

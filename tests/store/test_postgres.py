@@ -14,6 +14,7 @@ from bench.postgres import PgServer
 from rollyard.core import Position, Run, State
 from rollyard.core.failure import InvalidRequest, NotFound
 from rollyard.store import PostgresStore, Stale, StoreLocked, StoreUnusable
+from rollyard.store.postgres.server import SETTINGS
 from rollyard.testing.store_conformance import INIT, QUEUED, READY, advance, completed, submission, trajectory
 from tests.store.conftest import PostgresOpener
 from tests.store.listing import all_rollouts
@@ -207,7 +208,10 @@ async def test_a_move_waits_for_a_row_that_another_transaction_has_locked(open_p
         assert (await store.get("a")).position == INIT
 
 
-async def test_moves_are_retried_after_a_deadlock_with_another_session(open_postgres: PostgresOpener) -> None:
+async def test_moves_are_retried_after_a_deadlock_with_another_session(
+    open_postgres: PostgresOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SETTINGS, "deadlock_timeout", "4s")  # it looks once: `other` must wait by then
     async with await open_postgres() as store:
         await filled(store, "a", "b")
         other = await asyncpg.connect(open_postgres.url)

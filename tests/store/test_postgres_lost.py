@@ -102,7 +102,7 @@ async def test_a_connection_that_is_lost_while_the_store_opens_is_detected(
 async def test_a_store_stops_if_the_server_does_not_answer_on_the_locks_connection(
     open_postgres: PostgresOpener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pg_server, "ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(pg_server, "ASK_EVERY_S", 1.0)  # also how long a busy server may take to answer
     async with await open_postgres() as store:
         await filled(store, "a")
         assert store.broken is None

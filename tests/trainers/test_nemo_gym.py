@@ -281,7 +281,7 @@ async def test_a_rollout_that_ran_out_of_time_is_scored_without_tokens(tmp_path:
     slow = engine_of(
         ("write good", (shell("echo good > out.txt"), Reply("for ever", stall_after=1, tokens_per_s=1000)))
     )
-    async with gym(tmp_path, slow, agent={"defaults": {"limits": {"run_s": 1.5}}}) as it:
+    async with gym(tmp_path, slow, agent={"defaults": {"limits": {"run_s": 6.0}}}) as it:  # the first turn fits in it
         result = await it.run(own_row())
         assert (result["rollyard"]["code"], result["mask_sample"]) == ("run_deadline", True)
         assert result["reward"] == 1.0

@@ -22,7 +22,7 @@ PROBE = Path(__file__).parent / "verl_probe.py"
 SIZE = 4
 PLAIN, RESCUED, BROKEN, SLOW = "Write done.", "RESCUED: write done.", "BROKEN: write done.", "SLOW: write done."
 HELD = "HELD: write done."
-TASKS = [task(PLAIN), task(RESCUED), task(BROKEN), task(SLOW, limits={"run_s": 2.0}), task(HELD)]
+TASKS = [task(PLAIN), task(RESCUED), task(BROKEN), task(SLOW, limits={"run_s": 8.0}), task(HELD)]
 
 
 def script(turn: Turn) -> Reply:
@@ -85,7 +85,7 @@ async def test_verl_learns_from_exactly_the_sampled_tokens_and_no_lost_rollout(t
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("".join(json.dumps(one) + "\n" for one in TASKS))
     truth = Truth()
-    async with served(tmp_path, engines=[], max_attempts=1, engine_wait_s=5) as service:
+    async with served(tmp_path, engines=[], max_attempts=1, engine_wait_s=60) as service:
         service.engine.script = script
         arguments = (PROBE, tmp_path, tokenizer_dir(), tasks, service.engine.url)
         with TemporaryDirectory(prefix="ray-", dir="/tmp") as short:  # the path of Ray's sockets must be short

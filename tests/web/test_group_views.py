@@ -14,7 +14,7 @@ from rollyard.core import id_of
 from rollyard.testing.script import FolderTokenizer, Reply, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
-from tests.service.site import Site, engine_table, finish, open_site, shell, task
+from tests.service.site import Site, engine_table, finish, open_site, shell, waiting_task
 from tests.service.skill import member_of
 from tests.web.conftest import NewVisitor
 
@@ -41,7 +41,7 @@ async def site(browser: Browser, tmp_path: Path) -> AsyncGenerator[Site, None]:
 
 async def test_a_comparison_follows_members_that_run(site: Site, new_visitor: NewVisitor, tmp_path: Path) -> None:
     go = tmp_path / "go"
-    body = {"id": "pair", "task": task(f"wait for go at {go}."), "size": 2, "spares": 0}
+    body = {"id": "pair", "task": waiting_task(go), "size": 2, "spares": 0}
     assert (await site.post("/v1/groups", body)).status == 202
     await site.ended("pair-0")
     visitor = await new_visitor(site)
@@ -64,7 +64,7 @@ async def test_a_member_that_has_not_started_says_so_and_then_its_messages_come(
     go = tmp_path / "go"
     go.touch()
     await site.hold()
-    body = {"id": "late", "task": task(f"wait for go at {go}."), "size": 2, "spares": 0}
+    body = {"id": "late", "task": waiting_task(go), "size": 2, "spares": 0}
     assert (await site.post("/v1/groups", body)).status == 202
     visitor = await new_visitor(site)
     page = await visitor.open("/groups/default/late?a=0&b=1")
@@ -78,7 +78,7 @@ async def test_messages_stay_while_the_node_of_a_member_does_not_send_them(
 ) -> None:
     """The reply is then of no conversation; that of an agent program that has several has a number."""
     go = tmp_path / "go"
-    body = {"id": "far", "task": task(f"wait for go at {go}."), "size": 2, "spares": 0}
+    body = {"id": "far", "task": waiting_task(go), "size": 2, "spares": 0}
     assert (await site.post("/v1/groups", body)).status == 202
     await site.ended("far-0")
     is_silent, silent_replies, was_silent = False, 0, asyncio.Event()

@@ -16,7 +16,7 @@ from rollyard.core import id_of
 from rollyard.testing.script import FolderTokenizer, Reply, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
-from tests.service.site import Site, engine_table, finish, open_site, shell, task
+from tests.service.site import Site, engine_table, finish, open_site, shell, task, waiting_task
 from tests.service.skill import CHECK
 from tests.web.conftest import NewVisitor
 from tests.web.visitor import Visitor
@@ -141,7 +141,7 @@ async def test_the_requests_of_a_rollout_that_sends_none_say_so_while_it_runs(ya
 
 async def test_the_advantage_appears_when_the_group_is_complete(yard: Site, reader: Visitor, tmp_path: Path) -> None:
     flag = tmp_path / "go"
-    body = task(f"member 1 waits for {flag}.")
+    body = waiting_task(flag, "member 1 waits for {}.")
     body["data"]["checks"] = CHECK
     assert (await yard.post("/v1/groups", {"id": "late", "task": body, "size": 2})).status < 300
     await yard.ended("late-0")

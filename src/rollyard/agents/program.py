@@ -28,7 +28,7 @@ DRAIN_CHUNKS = 4
 """The most that is read after the program has ended: a pipe holds one chunk, and a process that it left behind may keep
 writing."""
 
-SANDBOX_END_S = 1.0
+SANDBOX_END_S = 5.0
 """The time to wait for the sandbox's end after the program was killed: both may have been killed together."""
 
 END_S = 10.0
