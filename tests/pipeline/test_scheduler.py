@@ -47,6 +47,45 @@ def test_an_idle_run_does_not_save_up_turns():
     assert Counter(name[0] for name in order) == {"a": 3, "b": 3}
 
 
+def owners(*names: str) -> Scheduler:
+    """A scheduler with a run of each owner, named like it."""
+    scheduler = Scheduler()
+    for name in names:
+        scheduler.set_quota(Run(name, owner=name))
+    return scheduler
+
+
+def pushed(scheduler: Scheduler, run: str, count: int, start: int = 0, priority: int = 0) -> None:
+    for number in range(start, start + count):
+        scheduler.push(row(f"{run}{number}", run, number, priority))
+
+
+def test_an_owner_whose_run_is_at_its_quota_does_not_save_up_turns():
+    scheduler = owners("a", "b")
+    scheduler.set_quota(Run("held", owner="a", max_live=1))
+    pushed(scheduler, "held", 2)
+    assert scheduler.pop(0.0) is not None
+    pushed(scheduler, "b", 50)
+    for _ in range(50):
+        assert scheduler.pop(0.0) is not None
+    pushed(scheduler, "a", 100)
+    pushed(scheduler, "b", 100, start=50)
+    turns = [row.run for _ in range(10) if (row := scheduler.pop(0.0)) is not None]
+    assert turns.count("b") in (4, 5), turns
+
+
+def test_a_newcomer_does_not_wait_for_the_backlog_that_a_higher_priority_held_back():
+    scheduler = owners("low", "high", "new")
+    pushed(scheduler, "low", 100)
+    assert scheduler.pop(0.0) is not None
+    pushed(scheduler, "high", 50, priority=10)
+    for _ in range(50):
+        assert scheduler.pop(0.0) is not None
+    pushed(scheduler, "new", 5)
+    turns = [row.run for _ in range(12) if (row := scheduler.pop(0.0)) is not None]
+    assert turns.count("new") == 5, turns
+
+
 def test_priority_goes_before_fairness_and_order_of_submission_within_a_run():
     scheduler = Scheduler()
     for number in range(3):

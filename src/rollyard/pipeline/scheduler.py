@@ -3,8 +3,9 @@ owner, then in order of submission.
 
 Fair means start-time fair queueing: each owner and each run has a virtual time that one admission advances by one.
 Among those whose best rollout has the highest priority, the one with the lowest virtual time is next. One that was idle
-starts at the current virtual time, so it can neither save up turns nor be starved. A run or an owner at its quota of
-live rollouts is skipped, and so is a run that `may_go` rejects (its policy's engines are full).
+starts at the current virtual time, so it can neither save up turns nor be starved; nor can one that could not use its
+turns. A run or an owner at its quota of live rollouts is skipped, and so is a run that `may_go` rejects (its policy's
+engines are full).
 
 Pure data: no clock of its own, no I/O. It stores only a `QueuedRow` per rollout; tasks stay in the store.
 """
@@ -139,8 +140,8 @@ class Scheduler:
         self.remove(row.id)
         self._now = max(self._now, queue.virtual_time)
         self._owners_now = max(self._owners_now, owner.virtual_time)
-        for one in (queue, owner):
-            one.virtual_time += 1
+        for one, now in ((queue, self._now), (owner, self._owners_now)):
+            one.virtual_time = max(one.virtual_time, now) + 1  # one turn, however long it could not use any
             one.live += 1
         return row
 
