@@ -6,6 +6,7 @@ import pytest
 import pytest_asyncio
 
 from rollyard.core.failure import EvalDeadline, TaskInvalid, VerifierCrashed
+from rollyard.core.fair_slots import FairSlots
 from rollyard.envs.children import WORKERS
 from rollyard.envs.math.boxed import all_boxed, last_boxed
 from rollyard.envs.math.environment import MathEnvironment
@@ -196,6 +197,20 @@ async def test_a_cancelled_question_leaves_no_process():
         await asked
     assert judge.children.idle == []
     assert "600" not in children()
+
+
+async def test_the_owners_of_questions_take_turns():
+    order: list[str] = []
+
+    async def ask(owner: str) -> None:
+        await judge.is_same("1", "2", owner=owner)
+        order.append(owner)
+
+    judge = child("s.sendall(b'{}\\n'); [s.sendall(b'{}\\n') for _ in iter(lambda: s.recv(999), b'')]")
+    judge.children._slots = FairSlots(1)
+    await asyncio.gather(*[ask("many") for _ in range(6)], ask("one"))
+    await judge.close()
+    assert order.index("one") == 2, order
 
 
 async def test_a_cancelled_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch):

@@ -19,6 +19,7 @@ from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
 from rollyard.envs.registry import Environments
 from rollyard.pipeline import Handler
 from rollyard.pipeline.attempts import stages
+from rollyard.sandbox.breaker import FAILURES
 from rollyard.store.sql import sql_store
 from rollyard.testing.script import FolderTokenizer, Reply
 from rollyard.testing.scripted_engine import ScriptedEngine
@@ -356,6 +357,17 @@ async def test_rescoring_appends_and_does_not_change_the_terminal_record(tmp_pat
         assert again.ending == rollout.ending
         assert [score["reward"] for score in again.scores] == [1.0]
         site.nothing_left()
+
+
+async def test_eval_waits_for_the_breaker_of_its_runtime(tmp_path: Path):
+    async with open_site(tmp_path, DO_IT, settings=replace(SETTINGS, eval_slots=0, eval_attempts=2)) as site:
+        rollout_id = await site.submit(shell_task())
+        await site.until(rollout_id, State.EVAL)
+        for _ in range(FAILURES):
+            site.pipeline.resources.breakers.failed(site.runtime.name, None, "too many processes")
+        site.pipeline.resize({"eval": 1})
+        ending = (await site.ended(rollout_id)).ending
+        assert ending is not None and ending.score is not None and ending.score.reward == 1.0, ending
 
 
 async def test_a_long_setup_or_check_is_not_a_stall(tmp_path: Path):

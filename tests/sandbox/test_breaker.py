@@ -127,6 +127,18 @@ def test_a_failing_image_does_not_block_others(breakers: Breakers):
     assert breakers.status("apptainer") == []
 
 
+def test_the_failures_of_one_owner_do_not_stop_anothers_starts(breakers: Breakers):
+    for owner in ("a", "b"):
+        for _ in range(FAILURES):
+            breakers.failed("bubblewrap", None, f"too few processes for {owner}", owner)
+    with pytest.raises(SandboxStartFailed), breakers.guard("bubblewrap", None, "a"):
+        pytest.fail("an open breaker let a start through")
+    with breakers.guard("bubblewrap", None, "c"):
+        pass
+    assert breakers.open_by_runtime() == {"bubblewrap": 1}
+    assert [entry["image"] for entry in breakers.status("bubblewrap")] == [None]
+
+
 def test_the_number_of_failing_pairs_is_bounded(breakers: Breakers):
     for number in range(MOST + 10):
         fail(breakers, f"{number}.sif")

@@ -97,6 +97,7 @@ class EnvContext:
     sandbox: Sandbox | None
     judge: Judge | None = None
     findings: Findings = field(default_factory=Findings)  # for people who look at the rollout; `eval` adds to it
+    owner: str = ""  # of the run; graders that all share serve owners in turn
 
     @property
     def box(self) -> Sandbox:

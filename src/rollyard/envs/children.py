@@ -3,8 +3,9 @@
 A child is a module whose `main` calls `answer_lines`: it reads one JSON value per line and writes one back, over the
 socket that is its standard input. Children are started on demand, reused, and killed if they do not answer.
 
-Invariants. There are at most `workers` children; further questions wait. A child that was killed or died is not used
-again. A child exits when its parent is gone (its socket reaches end of file). Its memory is limited.
+Invariants. There are at most `workers` children; further questions wait, and the owners of runs take turns. A child
+that was killed or died is not used again. A child exits when its parent is gone (its socket reaches end of file). Its
+memory is limited.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 from rollyard.core import Json
 from rollyard.core.failure import EvalDeadline, VerifierCrashed
+from rollyard.core.fair_slots import FairSlots
 
 WORKERS = 2
 START_S = 60.0
@@ -73,14 +75,16 @@ class Children:
         self._command = tuple(command) or (sys.executable, "-P", "-m", module)
         self._start_s = start_s
         self.idle: list[_Child] = []
-        self._slots = asyncio.Semaphore(workers)
+        self._slots = FairSlots(workers)
 
-    async def ask(self, question: Json, *, answer_s: float, wait_s: float | None = None) -> Mapping[str, Json]:
+    async def ask(
+        self, question: Json, *, answer_s: float, wait_s: float | None = None, owner: str = ""
+    ) -> Mapping[str, Json]:
         """Returns the child's answer, an object. Raises VerifierCrashed if the child fails, EvalDeadline if it does not
         answer within `answer_s`. `wait_s` limits the wait for a free process, which is not the question's fault."""
         try:
             async with asyncio.timeout(wait_s):
-                await self._slots.acquire()
+                await self._slots.acquire(owner)
         except TimeoutError:
             raise VerifierCrashed(f"no {self._what} process was free within {wait_s:g} s") from None
         try:

@@ -1,4 +1,4 @@
-"""A circuit breaker per runtime and image: a pair that keeps failing to start is not tried for a while.
+"""A circuit breaker per runtime, image and owner: what keeps failing to start is not tried for a while.
 
     closed ── 5 failures in a row ──▶ open (5 s, then twice as long each time, at most 60 s)
        ▲                                │ the time has passed
@@ -6,7 +6,8 @@
 
 Invariants. While a breaker is open, a start fails at once with the last real error and the time until the next try.
 Only infrastructure failures count. A task's own failure and a cancelled start do not, unless the caller reports by
-`failed` that it waited long enough. A successful start removes the pair's state; at most `MOST` pairs are held.
+`failed` that it waited long enough. What a task asks for, or leaves in its image's layer, can make its starts fail: so
+the failures of one owner do not stop another's starts. A successful start removes the state; at most `MOST` are held.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,10 @@ FAILURES = 5
 FIRST_S = 5.0
 LONGEST_S = 60.0
 MOST = 1024
-"""Failing pairs that are held; beyond it, the one that failed longest ago is dropped."""
+"""Failing combinations that are held; beyond it, the one that failed longest ago is dropped."""
+
+
+_Key = tuple[str, str, str]  # runtime, image ("" for none), owner
 
 
 @dataclass(slots=True)
@@ -45,12 +49,12 @@ class Breakers:
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._circuits: OrderedDict[tuple[str, str], _Circuit] = OrderedDict()
+        self._circuits: OrderedDict[_Key, _Circuit] = OrderedDict()
 
     @contextmanager
-    def guard(self, runtime: str, image: str | None) -> Generator[None, None, None]:
+    def guard(self, runtime: str, image: str | None, owner: str = "") -> Generator[None, None, None]:
         """Wraps one start. Raises SandboxStartFailed at once while the breaker is open."""
-        key = (runtime, image or "")
+        key = (runtime, image or "", owner)
         is_probe = self._admit(key)
         try:
             yield
@@ -69,20 +73,20 @@ class Breakers:
             if is_probe and key in self._circuits:
                 self._circuits[key].is_probing = False
 
-    def failed(self, runtime: str, image: str | None, detail: str) -> None:
+    def failed(self, runtime: str, image: str | None, detail: str, owner: str = "") -> None:
         """Counts a start that its caller gave up after waiting long enough."""
-        self._failed((runtime, image or ""), detail)
+        self._failed((runtime, image or "", owner), detail)
 
     def open_by_runtime(self) -> dict[str, int]:
-        """How many breakers are not closed, for each runtime that has any."""
-        counts: dict[str, int] = {}
-        for (runtime, _), circuit in self._circuits.items():
-            if circuit.open_s:
-                counts[runtime] = counts.get(runtime, 0) + 1
-        return counts
+        """For how many images (or none) a breaker is not closed, for each runtime that has any."""
+        return Counter(runtime for runtime, _ in {key[:2] for key, circuit in self._circuits.items() if circuit.open_s})
 
     def status(self, runtime: str) -> list[Mapping[str, Json]]:
-        """The failing pairs of a runtime, for display."""
+        """The failing images of a runtime, for display: of several owners with one, that with the longest wait."""
+        circuits: dict[str, _Circuit] = {}
+        for (name, image, _), circuit in self._circuits.items():
+            if name == runtime and (image not in circuits or circuit.until > circuits[image].until):
+                circuits[image] = circuit
         return [
             {
                 "image": image or None,
@@ -91,8 +95,7 @@ class Breakers:
                 "retry_after_s": round(max(0.0, circuit.until - self._now()), 3),
                 "last_error": circuit.last_error,
             }
-            for (name, image), circuit in self._circuits.items()
-            if name == runtime
+            for image, circuit in circuits.items()
         ]
 
     def _state(self, circuit: _Circuit) -> str:
@@ -100,7 +103,7 @@ class Breakers:
             return "closed"
         return "open" if self._now() < circuit.until else "half_open"
 
-    def _admit(self, key: tuple[str, str]) -> bool:
+    def _admit(self, key: _Key) -> bool:
         """Returns whether this start is the probe. Raises if no start is allowed now."""
         circuit = self._circuits.get(key)
         if circuit is None or not circuit.open_s:
@@ -117,7 +120,7 @@ class Breakers:
             retry_after_s=max(FIRST_S / 5, wait_s),
         )
 
-    def _failed(self, key: tuple[str, str], detail: str) -> None:
+    def _failed(self, key: _Key, detail: str) -> None:
         circuit = self._circuits.setdefault(key, _Circuit())
         self._circuits.move_to_end(key)
         circuit.failures += 1

@@ -68,7 +68,7 @@ class MathEnvironment(Environment):
             return Score(0.0, components={"correct": 0.0}, metrics={"answered": 0.0})
         # Wait for half of EVAL's time at most; else other rollouts' slow answers could use up this one's time.
         wait_s = context.task.limits.eval_s / 2
-        is_right = await self._judge.is_same(known, answer, wait_s=wait_s)
+        is_right = await self._judge.is_same(known, answer, wait_s=wait_s, owner=context.owner)
         context.findings.add("check", "math-verify", f"known: {known}\ngiven: {answer}", passed=is_right)
         correct = float(is_right)
         return Score(correct, components={"correct": correct}, metrics={"answered": 1.0})

@@ -23,7 +23,7 @@ class MathJudge:
         self.answer_s = ANSWER_S
 
     async def is_same(
-        self, known: str, answer: str, *, tolerance: float | None = None, wait_s: float | None = None
+        self, known: str, answer: str, *, tolerance: float | None = None, wait_s: float | None = None, owner: str = ""
     ) -> bool:
         """Whether the two are equivalent. Raises VerifierCrashed if the verifier fails, EvalDeadline if it hangs.
 
@@ -32,7 +32,7 @@ class MathJudge:
         """
         if len(answer) > MAX_ANSWER_CHARS:
             return False
-        reply = await self.children.ask([known, answer, tolerance], answer_s=self.answer_s, wait_s=wait_s)
+        reply = await self.children.ask([known, answer, tolerance], answer_s=self.answer_s, wait_s=wait_s, owner=owner)
         return bool(reply.get("same"))
 
     async def close(self) -> None:

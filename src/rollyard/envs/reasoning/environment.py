@@ -69,7 +69,7 @@ class ReasoningEnvironment(Environment):
 
     async def init(self, context: EnvContext) -> Start:
         item, system_prompt = _read(context.task)
-        generated = await self._ask_first({"do": "make", **item}, context.task)
+        generated = await self._ask_first({"do": "make", **item}, context)
         question, info = str(generated["question"]), {"question_sha256": generated["sha256"]}
         if system_prompt is None:
             return Start(({"role": "user", "content": f"{question}\n\n{HINT}"},), info=info)
@@ -78,7 +78,7 @@ class ReasoningEnvironment(Environment):
 
     async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
         item, _ = _read(context.task)
-        known = (await self._ask_first({"do": "solve", **item}, context.task))["answer"]
+        known = (await self._ask_first({"do": "solve", **item}, context))["answer"]
         if not isinstance(known, str):
             raise TaskInvalid(f"{self.name}: this item of {item['family']} has no known answer")
         return Solution(messages=({"role": "assistant", "content": f"<answer>{known}</answer>"},))
@@ -91,7 +91,10 @@ class ReasoningEnvironment(Environment):
             return _score(0.0, is_answered=True, is_unscorable=True)
         try:
             judged = await self.children.ask(
-                {"do": "score", **item, "answer": answer}, answer_s=self.child_s, wait_s=context.task.limits.eval_s / 2
+                {"do": "score", **item, "answer": answer},
+                answer_s=self.child_s,
+                wait_s=context.task.limits.eval_s / 2,
+                owner=context.owner,
             )
         except EvalDeadline as error:  # the child limits the answer's own time, so this is not its fault
             raise VerifierCrashed(error.detail) from error
@@ -143,10 +146,11 @@ class ReasoningEnvironment(Environment):
     async def close(self) -> None:
         await self.children.close()
 
-    async def _ask_first(self, question: Json, task: Task) -> Mapping[str, Json]:
+    async def _ask_first(self, question: Json, context: EnvContext) -> Mapping[str, Json]:
         """For requests before there is an answer: a failure is the fault of the task or of the service."""
         try:
-            reply = await self.children.ask(question, answer_s=self.child_s, wait_s=task.limits.init_s / 2)
+            wait_s = context.task.limits.init_s / 2
+            reply = await self.children.ask(question, answer_s=self.child_s, wait_s=wait_s, owner=context.owner)
         except EvalDeadline as error:
             raise SetupDeadline(error.detail) from error
         if "invalid" in reply:

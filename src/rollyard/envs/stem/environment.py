@@ -105,7 +105,7 @@ class StemEnvironment(Environment):
         # Wait for half of EVAL's time at most; else other rollouts' slow answers could use up this one's time.
         wait_s = context.task.limits.eval_s / 2
         known, candidate = for_math_verify(data.answer), for_math_verify(candidate)
-        return await self._math.is_same(known, candidate, tolerance=data.tolerance, wait_s=wait_s)
+        return await self._math.is_same(known, candidate, tolerance=data.tolerance, wait_s=wait_s, owner=context.owner)
 
     async def close(self) -> None:
         await self._math.close()

@@ -119,7 +119,7 @@ class SweEnvironment(Environment):
             return Score(0.0, zero, metrics)
         output, status = ran
         # Wait for half of EVAL's time at most; else other rollouts' logs could use up this one's time.
-        verdict = await self._grader.verdict(data, output, status, wait_s=eval_s / 2)
+        verdict = await self._grader.verdict(data, output, status, wait_s=eval_s / 2, owner=context.owner)
         metrics["tests"] = float(verdict.tests)
         context.findings.add("tests", "tests", output, passed=verdict.is_resolved)
         return Score(float(verdict.is_resolved), verdict.shares, metrics)

@@ -42,7 +42,7 @@ class Grader:
     def __init__(self) -> None:
         self.children = Children("swebench", "rollyard.envs.swe._swebench_child")
 
-    async def verdict(self, data: SweData, output: str, status: int, *, wait_s: float) -> Verdict:
+    async def verdict(self, data: SweData, output: str, status: int, *, wait_s: float, owner: str = "") -> Verdict:
         question: dict[str, Json] = {
             "log": output,
             "status": status,
@@ -55,7 +55,7 @@ class Grader:
             "pass_to_pass": list(data.pass_to_pass),
             "expected": dict(data.expected) if data.expected is not None else None,
         }
-        reply = await self.children.ask(question, answer_s=ANSWER_S, wait_s=wait_s)
+        reply = await self.children.ask(question, answer_s=ANSWER_S, wait_s=wait_s, owner=owner)
         unknown = reply.get("unknown_parser")
         if unknown:
             raise TaskInvalid(f"swe: data.log_parser: swebench has no parser {unknown!r}", field="data.log_parser")

@@ -355,7 +355,9 @@ class Attempt:
                 if isinstance(error, SandboxStuck):  # else `main` counts it
                     self._quarantine(error)
                 progress.note(f"EVAL was tried again: {error.code}")
-                await asyncio.sleep(retry.Backoff(first_s=0.2).delay_s(broken))
+                again_s = error.data.get("retry_after_s")  # from a breaker
+                least_s = again_s if isinstance(again_s, int | float) else 0.0
+                await asyncio.sleep(max(least_s, retry.Backoff(first_s=0.2).delay_s(broken)))
 
     async def _score(self, *, is_last: bool) -> Score:
         """Runs EVAL once, in a slot of EVAL's pool."""

@@ -49,6 +49,7 @@ async def evaluate(
     ledger: EgressLedger | None = None,
     is_last: bool = True,
     findings: Findings | None = None,
+    owner: str = "",
 ) -> Score:
     """Scores saved artifacts in a fresh sandbox.
 
@@ -75,7 +76,7 @@ async def evaluate(
                         spec = resolved.spec(rollout_id)
                     egress = resolved.egress(ledger, is_eval=True)
                     spec = replace(eval_spec(spec, plan, layers), egress=egress)
-                    sandbox = await start(resolved, spec, clock, lease_s=lease_s, metrics=metrics)
+                    sandbox = await start(resolved, spec, clock, owner=owner, lease_s=lease_s, metrics=metrics)
                     stack.push_async_callback(uninterrupted, sandbox.kill)
                     watch(sandbox)
                     if plan.eval_mode == "fresh":
@@ -84,7 +85,7 @@ async def evaluate(
             raise SandboxStartFailed(f"EVAL's sandbox did not start within {clock.budget_s:g} s") from None
         async with clock.counting():
             judge = _UntimedJudge(resources.router, clock)
-            context = EnvContext(task, rollout_id, sandbox, judge, findings or Findings())
+            context = EnvContext(task, rollout_id, sandbox, judge, findings or Findings(), owner)
             evidence = Evidence(trajectory, {artifact.name: artifact for artifact in artifacts})
             what, environment = f"{task.environment}.eval", resolved.environment
             with boundary(VerifierCrashed, what, (environment, VerifierCrashed), bug=EnvironmentBroken):

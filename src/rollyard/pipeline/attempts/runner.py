@@ -94,6 +94,7 @@ class StageRunner:
                 ledger=self.ledger,
                 is_last=is_last,
                 findings=findings,
+                owner=self._run.owner,
             )
         finally:
             self._eval_sandbox = None

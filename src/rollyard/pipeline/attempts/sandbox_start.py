@@ -33,7 +33,7 @@ ENDS: dict[str, type[PolicyFailure]] = {
 
 FAIR_START_S = 30.0
 """An abandoned start counts against its runtime and image only after so long. Otherwise a task with an init_s of
-milliseconds, or one whose set-up has used up most of it, would open the breaker for all others."""
+milliseconds, or one whose set-up has used up most of it, would open the breaker for its owner's other tasks."""
 
 
 async def start(
@@ -41,6 +41,7 @@ async def start(
     spec: SandboxSpec,
     clock: Deadline,
     *,
+    owner: str,
     lease_s: float,
     metrics: Metrics | None,
 ) -> Sandbox:
@@ -50,7 +51,7 @@ async def start(
         await runtime.room()
     started_at = time.monotonic()
     try:
-        with boundary(SandboxStartFailed, "the runtime"), breakers.guard(runtime.name, spec.image):
+        with boundary(SandboxStartFailed, "the runtime"), breakers.guard(runtime.name, spec.image, owner):
             sandbox = await runtime.start(spec, lease_s=lease_s)
     except RollyardError as error:
         if metrics is not None:
@@ -59,7 +60,7 @@ async def start(
     except asyncio.CancelledError:
         waited_s = time.monotonic() - started_at
         if waited_s >= FAIR_START_S:
-            breakers.failed(runtime.name, spec.image, f"the start was abandoned after {waited_s:.0f} s")
+            breakers.failed(runtime.name, spec.image, f"the start was abandoned after {waited_s:.0f} s", owner)
         raise
     if metrics is not None:
         metrics.sandbox_started(runtime.name, time.monotonic() - started_at)

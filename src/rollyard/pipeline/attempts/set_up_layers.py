@@ -59,7 +59,7 @@ async def prepared(
         return None
 
     async def make(target: Path) -> None:
-        await _make(resolved, rollout_id, spec, clock, target, metrics)
+        await _make(resolved, rollout_id, spec, clock, target, owner, metrics)
 
     machine = [__version__, runtime.name, image_identity(spec.image)]
     bounds = [asdict(spec.limits), *_reachable(spec.egress)]
@@ -90,6 +90,7 @@ async def _make(
     spec: SandboxSpec,
     clock: Deadline,
     target: Path,
+    owner: str,
     metrics: Metrics | None,
 ) -> None:
     """Runs `prepare` in a sandbox and freezes its files. The sandbox is proven gone, also after a failure."""
@@ -98,12 +99,12 @@ async def _make(
     try:
         async with clock.counting():
             lease_s = task.limits.init_s + INIT_GRACE_S
-            sandbox = await start(resolved, spec, clock, lease_s=lease_s, metrics=metrics)
+            sandbox = await start(resolved, spec, clock, owner=owner, lease_s=lease_s, metrics=metrics)
             try:
                 phase = "set-up"
                 environment, router = resolved.environment, resolved.resources.router
                 with setting_up(environment, "prepare", task, sandbox):
-                    await environment.prepare(EnvContext(task, rollout_id, sandbox, router))
+                    await environment.prepare(EnvContext(task, rollout_id, sandbox, router, owner=owner))
                 phase = "freeze"
                 with boundary(SandboxStartFailed, "freezing the set-up"):
                     await sandbox.freeze(target)

@@ -163,10 +163,12 @@ async def init(
                 has_doorway = needs.needs_doorway or bool(resolved.served_inside)
                 spec = replace(spec, binds=(*spec.binds, *needs.binds), has_doorway=has_doorway)
                 init_lease_s = max(lease_s, task.limits.init_s + INIT_GRACE_S)
-                workspace.sandbox = await start(resolved, spec, clock, lease_s=init_lease_s, metrics=metrics)
+                workspace.sandbox = await start(
+                    resolved, spec, clock, owner=owner, lease_s=init_lease_s, metrics=metrics
+                )
                 await _serve_inside(workspace, resolved, rollout_id)
             phase = "set-up"
-            context = EnvContext(task, rollout_id, workspace.sandbox, resolved.resources.router)
+            context = EnvContext(task, rollout_id, workspace.sandbox, resolved.resources.router, owner=owner)
             if workspace.lease is None:
                 with setting_up(environment, "prepare", task, workspace.sandbox):
                     await environment.prepare(context)
