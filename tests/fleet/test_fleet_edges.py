@@ -10,7 +10,7 @@ from rollyard.core import Rollout
 from rollyard.store import SqliteStore
 from rollyard.testing.script import Reply
 from tests.fleet.fleet_site import loop_node, open_head
-from tests.service.site import engine_table, finish, scripted, task
+from tests.service.site import OTHER, TRAINER, engine_table, finish, scripted, task
 
 
 async def test_a_recreated_run_uses_its_new_settings(tmp_path: Path) -> None:
@@ -48,6 +48,27 @@ async def test_a_queued_rollout_whose_agent_is_gone_fails_alone(tmp_path: Path) 
             for one in ("r1", "r2"):
                 assert (await site.ended(one))["state"] == "ended"
         assert has_failed.is_set() and (await site.get("/healthz")).status == 200
+
+
+async def test_sessions_that_wait_take_no_seat_from_another_owners_rollouts(tmp_path: Path) -> None:
+    async with (
+        scripted(finish()) as engine,
+        open_head(tmp_path, engines=[engine_table(engine, capacity=1, admission="fixed")]) as site,
+        loop_node(site, tmp_path, "n1"),
+    ):
+        opened = await site.post("/v1/sessions?wait_s=40", {"id": "s0"}, token=TRAINER)
+        assert opened.body["is_open"], opened.body
+        for number in range(1, 4):
+            assert (await site.post("/v1/sessions?wait_s=0", {"id": f"s{number}"}, token=TRAINER)).status == 201
+        run = {"id": "other"}
+        assert (await site.post("/v1/runs", run, token=OTHER)).status == 201
+        body = {"run": "other", "id": "r1", "task": task()}
+        assert (await site.post("/v1/rollouts", body, token=OTHER)).status == 202
+        assert (await site.post("/v1/sessions/s0/reward", {"reward": 1.0}, token=TRAINER)).status in (200, 202)
+        assert (await site.ended("r1"))["outcome"] == "completed"
+        for number in range(1, 4):
+            await site.delete(f"/v1/sessions/s{number}", token=TRAINER)
+            await site.ended(f"s{number}")
 
 
 async def test_sessions_run_at_the_head_with_or_without_nodes_and_within_its_slots(tmp_path: Path) -> None:

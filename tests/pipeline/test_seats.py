@@ -16,7 +16,7 @@ from rollyard.engines.pool.admission import CapRules
 from rollyard.testing.script import FolderTokenizer, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
-from tests.pipeline.site import SETTINGS, Site, finish, open_site, quick, says, shell, shell_task
+from tests.pipeline.site import SETTINGS, Site, finish, new_run, open_site, quick, says, shell, shell_task
 
 pytestmark = pytest.mark.slow
 
@@ -119,6 +119,28 @@ async def test_a_full_policy_does_not_block_the_rollouts_of_another(tmp_path: Pa
         assert site.router.waiting() == {"full": 2, "free": 0}
         let_go(stuck)
         await completed(site, *full)
+        await site.idle()
+        assert_no_seat_taken(site)
+
+
+async def test_the_rollouts_of_a_paused_policy_take_no_run_slots(tmp_path: Path):
+    settings = replace(SETTINGS, run_slots=2, ready_slots=2, init_slots=1)
+    async with (
+        playing() as paused,
+        playing() as other,
+        open_site(tmp_path, DO_IT, engines=0, settings=settings, run=Run("a", policy="paused")) as site,
+    ):
+        await new_run(site, Run("b", policy="free"))
+        await add(site, paused, "paused", policy="paused", capacity=8)
+        await add(site, other, "other", policy="free", capacity=8)
+        await site.router.policies.pause("paused", holder="a")
+        waiting = [await site.submit(patient_task()) for _ in range(6)]
+        await until(lambda: site.router.waiting()["paused"] == 2)
+        free = [await site.submit(patient_task(), run="b") for _ in range(6)]
+        await completed(site, *free)
+        assert site.pipeline.run_pool.active == 0
+        await site.router.policies.resume("paused", 1)
+        await completed(site, *waiting)
         await site.idle()
         assert_no_seat_taken(site)
 

@@ -74,12 +74,13 @@ class Leasing:
                 self._room_for[run.policy] -= 1
             taken.append((row, self._seats(run).try_acquire() if run is not None else None))
         while not pipeline.is_draining and self._room_here > 0:
-            row = pipeline.scheduler.pop(time.monotonic(), self._own_runs.__contains__)  # no node is needed for these
+            row = pipeline.scheduler.pop(time.monotonic(), self._may_come)  # no node is needed for these
             if row is None:
                 break
             self._coming_here.add(row.id)
             pipeline.starting[row.id] = row.run
-            taken.append((row, None))
+            run = pipeline.run_of(row.run)
+            taken.append((row, self._seats(run).try_acquire() if run is not None else None))
         for run in {run.policy: run for run in pipeline.runs}.values():
             seats = self._seats(run)
             seats.held_back, seats.on_free = int(run.policy in self._policies_without_seats), pipeline.wake
@@ -93,6 +94,20 @@ class Leasing:
         it = self._pipeline
         before_run = it.ready_slots + it.run_pool.free - it.init_pool.active - it.ready + it.unseated
         return min(it.init_pool.free, it.max_live - it.live_here, before_run) - len(self._coming_here)
+
+    def _may_come(self, run_id: str) -> bool:
+        """Whether a rollout of this run may start here. It must find a free seat: one that waited for a seat here would
+        get it before all that wait in the queue, also those of other owners."""
+        if run_id not in self._own_runs:
+            return False
+        run = self._pipeline.run_of(run_id)
+        if run is None:
+            return True
+        free = self._seats(run).free
+        if free is None or free > self._pipeline.ahead.get(run.policy, 0):
+            return True
+        self._policies_without_seats.add(run.policy)  # so that a freed seat wakes this
+        return False
 
     def _may_go(self, run_id: str) -> bool:
         """Whether a rollout of this run may be leased. It must find a free seat, because nodes run everything that they

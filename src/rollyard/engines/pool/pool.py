@@ -302,6 +302,7 @@ class PoolMember:
             if mode is not PauseMode.DRAIN:
                 call.hold()
         self.pool.touch(self)
+        self.pool.rebound()
         self.pool.wake()
 
     def unpause(self) -> None:
@@ -310,6 +311,7 @@ class PoolMember:
         for call in self.calls:
             call.release()
         self.pool.touch(self)
+        self.pool.rebound()
         self.pool.wake()
 
     def quarantine(self, why: str) -> None:
@@ -405,6 +407,7 @@ class EnginePool:
         self.is_paused = False
         for member in self.members.values():
             member.unpause()
+        self.rebound()
         self.wake()
 
     def wake(self) -> None:
@@ -428,7 +431,11 @@ class EnginePool:
         member.set_health(Health.GONE)
 
     def rebound(self) -> None:
-        """Updates the number of seats after a change of a cap or of an engine's health."""
+        """Updates the number of seats after a change of a cap, a pause or an engine's health. There are none while all
+        engines wait for weights: a rollout that started would hold its RUN slot until the policy is resumed."""
+        if self.is_awaiting_weights and not any(member.is_usable for member in self.members.values()):
+            self.seats.set_bound(0)
+            return
         members = [member for member in self.members.values() if member.health is Health.UP] or self.members.values()
         caps = [member.cap for member in members]
         known = [cap for cap in caps if cap is not None]
