@@ -47,7 +47,7 @@ show(get(f"http://{ALLOWED}:{AP}/"))
 many = [socket.create_connection(PROXY, 30) for _ in range(16)]
 show(f"cut off: {sum(read_all(sock) == b'' for sock in many) > 0}")
 for sock in held + many: sock.close()
-while b" 503 " in (answer := get(f"http://{ALLOWED}:{AP}/")): time.sleep(0.1)  # until the proxy has seen their ends
+while b"welcome" not in (answer := get(f"http://{ALLOWED}:{AP}/")): time.sleep(0.1)  # until the proxy has seen the ends
 show(answer)
 """
         output = await site.python(script)

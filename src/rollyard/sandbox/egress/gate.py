@@ -8,6 +8,7 @@ checked here, and never looks the name up again, so a changed DNS answer has no 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from rollyard.core.egress import host_of, is_address, port_of
 from rollyard.sandbox.egress.addresses import why_not
@@ -16,7 +17,8 @@ from rollyard.sandbox.egress.base import Egress, Refused
 MOST_ADDRESSES = 64
 
 LOOKUPS = 2
-"""Concurrent lookups of one proxy: all proxies share the resolver's threads."""
+"""Concurrent lookups of one proxy: all proxies share the resolver's threads. One that was given up counts
+until its thread is free."""
 
 
 class EgressGate:
@@ -47,8 +49,11 @@ class EgressGate:
             if len(self._names) > self._egress.bounds.names:
                 raise Refused("names", f"more than {self._egress.bounds.names} different hosts", 429)
             try:
-                async with asyncio.timeout(self._egress.bounds.connect_s), self._looking:
-                    addresses = list(await self._egress.resolve(host, port))
+                async with asyncio.timeout(self._egress.bounds.connect_s):
+                    await self._looking.acquire()
+                    lookup = asyncio.ensure_future(self._egress.resolve(host, port))
+                    lookup.add_done_callback(self._looked_up)
+                    addresses = list(await asyncio.shield(lookup))
             except TimeoutError:
                 raise Refused("dns", f"{host} was not looked up in time", 504) from None
             except (OSError, UnicodeError) as error:  # UnicodeError: getaddrinfo's codec rejects the name
@@ -63,6 +68,11 @@ class EgressGate:
             if why:
                 raise Refused("address", f"{host} has the address {address}, and {why}")
         return addresses
+
+    def _looked_up(self, lookup: asyncio.Future[Sequence[str]]) -> None:
+        self._looking.release()
+        if not lookup.cancelled():
+            lookup.exception()  # marks it as seen, so that asyncio does not log it
 
 
 def split_authority(text: str, default_port: int | None = None) -> tuple[str, int]:
