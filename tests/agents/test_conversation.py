@@ -40,12 +40,21 @@ async def test_every_prompt_extends_what_was_sent_and_sampled(scene):
         assert [m["role"] for m in s.conversation.messages] == ["user", "assistant"] * 3
 
 
+async def expired_at_the_engine(scene) -> None:
+    """Takes a turn whose deadline passes when the engine has the call."""
+    turn = asyncio.create_task(scene.conversation.turn(USER, (), max_tokens=50))
+    await scene.engine.busy()
+    clock = scene.context.clock
+    clock.budget_s = clock.used_s
+    clock.rearm()
+    await turn
+
+
 async def test_tokens_sampled_before_a_deadline_are_in_the_trace(scene):
     async with scene(["first", Reply("one two three four", stall_after=2)]) as s:
         await s.conversation.turn(USER, (), max_tokens=50)
-        s.context.clock.budget_s = s.context.clock.used_s + 0.3  # only now: the first turn must not use it up
         with pytest.raises(DeadlineExpired):
-            await s.conversation.turn(USER, (), max_tokens=50)
+            await expired_at_the_engine(s)
         (trace,) = proven(s)
         assert [span.finish_reason for span in trace.spans] == ["stop", "abort"]
         assert trace.spans[-1].end - trace.spans[-1].start == 2
@@ -56,9 +65,8 @@ async def test_tokens_sampled_before_a_deadline_are_in_the_trace(scene):
 async def test_a_deadline_before_any_token_keeps_the_earlier_turns(scene):
     async with scene(["first", Reply("never", stall_after=0)]) as s:
         await s.conversation.turn(USER, (), max_tokens=50)
-        s.context.clock.budget_s = s.context.clock.used_s + 0.3  # only now: the first turn must not use it up
         with pytest.raises(DeadlineExpired):
-            await s.conversation.turn(USER, (), max_tokens=50)
+            await expired_at_the_engine(s)
         (trace,) = proven(s)
         assert len(trace.spans) == 1
         assert len(trace) == trace.spans[0].end

@@ -230,7 +230,7 @@ async def test_a_call_aborted_by_another_client_is_continued() -> None:
 
 
 async def test_a_call_whose_abort_is_ignored_is_given_up_after_the_grace_period() -> None:
-    settings = replace(QUICK, abort_grace_s=1.0)  # the second call, too, has to be faster
+    settings = replace(QUICK, abort_grace_s=1.0)  # the second call must end within it, too
     async with (
         ScriptedEngine(lambda _: "ok") as server,
         routed(server, settings=settings) as router,

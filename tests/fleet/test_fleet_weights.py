@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("mode", ["abort", "drain", "keep"])
 async def test_a_nodes_tokens_have_the_version_that_sampled_them(tmp_path: Path, mode: str) -> None:
-    slow = Reply(shell("true") + " " * 40, tokens_per_s=6)  # four seconds: on a busy machine, the four start apart
+    slow = Reply(shell("true") + " " * 40, tokens_per_s=6)  # 4 s: on a busy machine, the rollouts do not start together
     async with (
         scripted(slow, finish()) as engine,
         open_head(tmp_path, engines=[engine_table(engine)]) as site,

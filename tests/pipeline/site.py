@@ -175,5 +175,9 @@ async def open_site(
         yield Site(pipeline, store, router, played, runtime, run)
 
 
+async def new_run(site: Site, run: Run) -> None:
+    site.pipeline.register_run(await site.store.put_run(run, {"id": run.id}))
+
+
 def quick(task: Task, **limits: float) -> Task:
     return replace(task, limits=replace(task.limits, **limits))  # type: ignore[arg-type]

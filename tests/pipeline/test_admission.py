@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.core import Outcome, Run, State
-from tests.pipeline.site import SETTINGS, Site, finish, open_site, says, shell, shell_task
-from tests.pipeline.test_rescore import new_run
+from tests.pipeline.site import SETTINGS, Site, finish, new_run, open_site, says, shell, shell_task
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +51,7 @@ async def test_a_slow_eval_holds_no_run_slot_but_counts_in_the_budget(tmp_path: 
 
 
 async def test_in_ready_an_owner_with_one_rollout_is_not_overtaken_by_one_with_many(tmp_path: Path):
-    settings = replace(SETTINGS, run_slots=0, ready_slots=3, init_slots=1)
+    settings = replace(SETTINGS, run_slots=0, ready_slots=3, init_slots=1, eval_slots=1)
     async with open_site(tmp_path, says(shell("sleep 0.5"), finish()), settings=settings) as site:
         ended: list[str] = []
         site.pipeline.on_end.append(lambda rollout: ended.append(rollout.id))
@@ -78,8 +77,7 @@ async def test_a_stage_of_size_zero_stops_and_continues_when_it_grows(tmp_path: 
 
 async def test_a_runs_quota_leaves_room_for_other_runs(tmp_path: Path):
     async with open_site(tmp_path, says(shell("sleep 60")), run=Run("run", max_live=2)) as site:
-        await site.store.put_run(Run("other"), {"id": "other"})
-        site.pipeline.register_run(Run("other"))
+        await new_run(site, Run("other"))
         for _ in range(5):
             await site.submit(shell_task())
         await site.submit(shell_task(), "guest", run="other")

@@ -14,7 +14,7 @@ from rollyard.engines import RouterSettings
 from rollyard.pipeline import rescoring
 from rollyard.pipeline.attempts.runner import StageRunner
 from rollyard.testing.script import Reply
-from tests.pipeline.site import SETTINGS, Site, finish, open_site, says, shell, shell_task
+from tests.pipeline.site import SETTINGS, Site, finish, new_run, open_site, says, shell, shell_task
 
 pytestmark = pytest.mark.slow
 
@@ -109,10 +109,6 @@ def order_of_evals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(StageRunner, "evaluate", noting)
     return order
-
-
-async def new_run(site: Site, run: Run) -> None:
-    site.pipeline.register_run(await site.store.put_run(run, {"id": run.id}))
 
 
 async def test_rescorings_that_wait_for_eval_take_no_place_from_rollouts(tmp_path: Path):

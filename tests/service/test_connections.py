@@ -93,7 +93,7 @@ async def test_100_mib_of_headers_are_refused_at_once_and_use_no_memory(site: Si
     chunk = piece * (MIB // len(piece))
     async with raw(site) as client:
         client.write(head(site)[:-2] + b"x: ")
-        refused = asyncio.create_task(client.refusal())  # now: one that goes on sending is soon reset
+        refused = asyncio.create_task(client.refusal())  # now: a client that keeps sending is reset soon
         with contextlib.suppress(ConnectionError):
             for _ in range(100):
                 client.write(chunk)

@@ -84,6 +84,30 @@ async def test_pass_at_k_agrees_with_the_policys_skill(tmp_path: Path) -> None:
         assert (await site.get("/v1/evals")).body["evals"] == [ended]
 
 
+async def test_the_number_of_ended_samples_does_not_fall_while_the_next_group_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storing, may_store = asyncio.Event(), asyncio.Event()
+    monkeypatch.setattr(eval_runner, "AHEAD", 4)
+    async with skilled(solves) as engine, open_site(tmp_path, engines=[engine_table(engine)], run_slots=2) as site:
+        store = site.served.app_state.store
+        put_groups = store.put_groups
+
+        async def slow_put(groups: Any, submissions: Any) -> Any:
+            if groups[0][0].id.endswith(".1"):
+                storing.set()
+                await may_store.wait()
+            return await put_groups(groups, submissions)
+
+        monkeypatch.setattr(store, "put_groups", slow_put)
+        await begin(site, tasks(2), k=4)
+        async with asyncio.timeout(90):
+            await storing.wait()
+        assert (await site.get("/v1/evals/e")).body["done"] == 4
+        may_store.set()
+        assert (await over(site))["done"] == 8
+
+
 async def test_the_number_of_ended_samples_does_not_fall_while_a_groups_end_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

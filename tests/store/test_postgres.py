@@ -211,7 +211,7 @@ async def test_a_move_waits_for_a_row_that_another_transaction_has_locked(open_p
 async def test_moves_are_retried_after_a_deadlock_with_another_session(
     open_postgres: PostgresOpener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SETTINGS, "deadlock_timeout", "4s")  # it looks once: `other` must wait by then
+    monkeypatch.setitem(SETTINGS, "deadlock_timeout", "4s")  # the server looks once, after this time
     async with await open_postgres() as store:
         await filled(store, "a", "b")
         other = await asyncpg.connect(open_postgres.url)

@@ -28,8 +28,9 @@ DRAIN_CHUNKS = 4
 """The most that is read after the program has ended: a pipe holds one chunk, and a process that it left behind may keep
 writing."""
 
-SANDBOX_END_S = 5.0
-"""The time to wait for the sandbox's end after the program was killed: both may have been killed together."""
+SANDBOX_END_S = 2.0
+"""The time to wait for the sandbox's end after the program was killed: both may have been killed together, and a busy
+machine reports the end of the sandbox later."""
 
 END_S = 10.0
 """The time from SIGKILL to the program's end. After that it hangs in the kernel, and the sandbox's end reports it."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import count
 
 Rank = tuple[int, int]
-"""(−priority, order of admission): the queue admits fairly, and a later rank must not undo that."""
+"""(−priority, order of admission). By order of submission, RUN and EVAL would undo the queue's fairness."""
 
 
 class PrioritySemaphore:

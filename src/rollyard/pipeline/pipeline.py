@@ -84,7 +84,7 @@ class Pipeline:
         self.is_draining = False
         self.live: dict[str, LiveRollout] = {}
         self.quarantined = 0  # places lost to sandboxes that could not be proven gone
-        self.admissions = count()
+        self.admissions = count()  # numbers rollouts as they leave the queue: the order within RUN and EVAL
         self.starting: dict[str, str] = {}  # run ids of rollouts that have left the queue and are not live yet
         self._arriving = 0  # rollouts being stored or waiting to be rescored, whose places in the queue are taken
         self._arriving_by: Counter[str] = Counter()  # by owner
@@ -452,7 +452,7 @@ class Pipeline:
 
     async def run_attempt(self, rollout: Rollout, run: Run, order: int, queued_s: float = 0.0) -> None:
         """Runs an attempt in this process, to its end. It holds an INIT slot, unless it resumes in EVAL. In each stage,
-        those of the same priority are served by the order in which they were admitted."""
+        attempts of the same priority are served in the order of their admission."""
         attempt = Attempt(self, rollout, run, order, queued_s)
         self.live[attempt.rollout.id] = attempt
         if self.is_draining:  # a drain that started meanwhile did not stop this attempt

@@ -71,6 +71,7 @@ class EvalRunner:
         self._run = run
         self._make_task = make_task
         self._open: set[str] = set()
+        self._storing = 0  # groups in `_open` that are not among the started tasks yet
         self._news = asyncio.Event()
         self._lock = asyncio.Lock()
         if record.version >= 0 and self._policies.settled_version(record.policy) == record.version:
@@ -92,7 +93,7 @@ class EvalRunner:
     def done(self) -> int:
         """Samples that have ended, each place counted once."""
         # A process killed before it wrote `begun` left more groups open.
-        over = max(0, self._started_tasks - len(self._open))
+        over = max(0, self._started_tasks + self._storing - len(self._open))
         return over * self.record.samples + sum(map(self._ended_places, self._open))
 
     def _ended_places(self, group_id: str) -> int:
@@ -179,6 +180,7 @@ class EvalRunner:
             entries = [await self._group(number) for number in numbers]
             ids = {group.id for group, _, _ in entries} - self._open
             self._open |= ids  # before the write: a group may be over as soon as it is stored
+            self._storing = len(ids)
             try:
                 groups = await self._groups.put(entries)
             except BaseException as error:
@@ -189,6 +191,8 @@ class EvalRunner:
                 if isinstance(error, Draining):
                     return  # the next process continues
                 raise
+            finally:
+                self._storing = 0
             self._open -= {group.id for group in groups if self._groups.opened(group.id) is None}
             await self._write(started=numbers.stop)
 

@@ -77,6 +77,7 @@ class Groups:
         return self._open.get(group_id)
 
     def is_ending(self, group_id: str) -> bool:
+        """Whether the group is no longer open, and its end is not stored yet."""
         return group_id in self._ending
 
     def ended(self, rollout: Rollout) -> None:

@@ -6,9 +6,9 @@ cell is passed in a file that is read-only in the sandbox; its output and its en
 port and no polling.
 
 Invariants. The output only informs the model: code in the same process can forge it. A call ends within its timeout
-plus bounded steps: an interrupt, then a new process (`INTERRUPT_S`, `START_S`). When the process is lost, the model is
-informed that its state is lost, and its code is not run in the new process. Only the end of the sandbox raises. Opening
-does not wait: the process starts while INIT continues.
+plus bounded steps: an interrupt, then a new process (`INTERRUPT_S`, `EXIT_S`, `START_S`). When the process is lost, the
+model is informed that its state is lost, and its code is not run in the new process. Only the end of the sandbox
+raises. Opening does not wait: the process starts while INIT continues.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ START_S = 30.0
 """How long one Python may take to start. IPython needs 0.6 s, more on a busy machine."""
 
 EXIT_S = 2.0
+"""How long to wait for the exit status of a process that has closed its pipes. A busy machine reports it late."""
 
 _ENV = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "NO_COLOR": "1", "COLUMNS": "120", "MPLBACKEND": "Agg"}
 

@@ -6,8 +6,8 @@ no sentinel that could occur by chance, and no polling: an `echo` takes 0.2 ms (
 
 Invariants. The status only informs the model: code in the same shell can forge it. Changes that a command made to the
 terminal are undone before the next one. A call ends within its timeout plus the bounds of the escalation (READ_S, INT,
-QUIT, KILL, a new shell: under 8 s). When the shell is lost, the model is informed that its state is lost. Only the end
-of the sandbox raises.
+QUIT, KILL, EXIT_S, a new shell: under 10 s). When the shell is lost, the model is informed that its state is lost. Only
+the end of the sandbox raises.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ shell discards it at its prompt and then runs the command."""
 
 OPEN_S = 30.0
 EXIT_S = 2.0
+"""How long to wait for the exit status of a shell that has closed its pipes. A busy machine reports it late."""
 
 _ENV = {
     "TERM": "dumb",

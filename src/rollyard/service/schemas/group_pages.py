@@ -146,10 +146,12 @@ def groups_page(
 async def json_page(
     groups: Sequence[LoadedGroup], next_cursor: str, batch: Batch | None, *, with_traces: bool
 ) -> bytes:
-    """The page as JSON, encoded rollout by rollout, so that a large one does not hold the event loop."""
-    page = groups_page(groups, next_cursor, batch, with_traces=with_traces)
+    """The page as JSON. The event loop runs between its rollouts, and waits only for the copy of the whole."""
+    page = groups_page((), next_cursor, batch)
     loop_yield = LoopYield()
-    for group in page["groups"]:
+    for loaded in groups:
+        group = _with_rollouts(loaded, with_traces=with_traces)
+        page["groups"].append(group)
         for place, rollout in enumerate(group["rollouts"]):
             group["rollouts"][place] = msgspec.Raw(encode(rollout))
             await loop_yield.step()
