@@ -1,8 +1,8 @@
 """One HTTP request and its response as ASGI: what the app receives, and the framing of what it sends.
 
 Invariants. A partial response never looks complete: its connection is aborted. The app's own headers cannot break the
-framing. After the client has disconnected, the app is cancelled if the request only reads (GET, HEAD) or if its
-listener is configured so, and else receives `http.disconnect`; what it still sends is discarded.
+framing. After the client has disconnected, the app receives `http.disconnect` or, if its listener is configured so, is
+cancelled; what it still sends is discarded.
 """
 
 from __future__ import annotations
@@ -128,8 +128,7 @@ class Exchange:
     def disconnect(self) -> None:
         self._is_disconnected = True
         self._wake_app()
-        is_read = self._scope["method"] in ("GET", "HEAD")  # it leaves nothing half done
-        if not self.is_complete and self.task is not None and (is_read or self._line.is_cancelling):
+        if not self.is_complete and self.task is not None and self._line.is_cancelling:
             self.task.cancel()
 
     def stop(self) -> bool:

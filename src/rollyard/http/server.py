@@ -27,10 +27,10 @@ CANCEL_S = 5.0  # for cancelled apps to clean up
 class HttpServer:
     """Serves an app within `bounds`, from `start` on.
 
-    `is_cancelling`: every app is cancelled when its client disconnects; otherwise only reads are (GET and HEAD), and
-    the others receive `http.disconnect`, so that an operation of several steps is not left half done. `is_eager`: an
-    app starts in the iteration of the event loop in which its request arrived, which is faster under load and costs
-    20 µs of CPU before Python 3.12. `owner` is for logs.
+    `is_cancelling`: an app is cancelled when its client disconnects; otherwise it only receives `http.disconnect`, so
+    that an operation of several steps is not left half done. `is_eager`: an app starts in the iteration of the event
+    loop in which its request arrived, which is faster under load and costs 20 µs of CPU before Python 3.12. `owner` is
+    for logs.
     """
 
     def __init__(
