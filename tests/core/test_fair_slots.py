@@ -41,6 +41,24 @@ async def test_no_more_than_the_slots_are_taken_and_none_stays_free():
     assert (taken, most) == (0, 3)
 
 
+async def test_a_waiter_that_gave_up_costs_its_owner_no_turn():
+    slots, order = FairSlots(1), list[str]()
+    await slots.acquire("z")
+
+    async def work(name: str) -> None:
+        await slots.acquire(name[0])
+        order.append(name)
+        slots.release()
+
+    gone, *others = [asyncio.create_task(work(name)) for name in ("a0", "a1", "b1", "b2")]
+    await started(gone, *others)
+    gone.cancel()
+    await asyncio.wait([gone])
+    slots.release()
+    await asyncio.gather(*others)
+    assert order == ["a1", "b1", "b2"]
+
+
 @pytest.mark.parametrize("is_granted", [False, True], ids=["waiting", "just granted"])
 async def test_a_cancelled_waiter_leaves_its_slot_to_the_next(is_granted: bool):
     slots = FairSlots(1)

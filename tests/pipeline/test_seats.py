@@ -145,6 +145,18 @@ async def test_the_rollouts_of_a_paused_policy_take_no_run_slots(tmp_path: Path)
         assert_no_seat_taken(site)
 
 
+async def test_a_policy_whose_engine_leaves_during_a_pause_has_seats_again_after_it(tmp_path: Path):
+    async with playing() as engine, open_site(tmp_path, DO_IT, engines=0) as site:
+        await add(site, engine, "e", capacity=1)
+        seats = site.router.seats("default")
+        await site.router.policies.pause("default", holder="a")
+        assert seats.free == 0
+        await site.router.remove("e")
+        assert seats.free == 0, "the policy is paused as a whole"
+        await site.router.policies.resume("default", 1)
+        assert seats.free is None
+
+
 async def test_a_rollout_cancelled_while_it_waits_for_a_seat_leaves_nothing(tmp_path: Path):
     async with playing() as engine, open_site(tmp_path, DO_IT, engines=0) as site:
         await add(site, engine, "e", capacity=1)

@@ -137,6 +137,8 @@ def test_the_failures_of_one_owner_do_not_stop_anothers_starts(breakers: Breaker
         pass
     assert breakers.open_by_runtime() == {"bubblewrap": 1}
     assert [entry["image"] for entry in breakers.status("bubblewrap")] == [None]
+    (shown,) = breakers.status("bubblewrap", "b")
+    assert shown["last_error"] == "too few processes for b" and breakers.status("bubblewrap", "c") == []
 
 
 def test_the_number_of_failing_pairs_is_bounded(breakers: Breakers):

@@ -18,7 +18,7 @@ class FairSlots:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by owner: the next one first
 
     async def acquire(self, owner: str = "") -> None:
-        if self._free:  # then nobody waits
+        if self._free:  # then no one waits
             self._free -= 1
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -34,10 +34,13 @@ class FairSlots:
         while self._waiting:
             owner = next(iter(self._waiting))
             waiters = self._waiting.pop(owner)
+            while waiters and waiters[0].done():  # it gave up, which costs its owner no turn
+                waiters.popleft()
+            if not waiters:
+                continue
             granted = waiters.popleft()
             if waiters:
                 self._waiting[owner] = waiters  # behind the other owners
-            if not granted.done():
-                granted.set_result(None)
-                return
+            granted.set_result(None)
+            return
         self._free += 1

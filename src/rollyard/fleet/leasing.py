@@ -116,7 +116,8 @@ class Leasing:
         run = self._pipeline.run_of(run_id)
         if run is None:
             return True
-        if self._seats(run).free == 0:
+        free = self._seats(run).free
+        if free is not None and free <= self._pipeline.ahead.get(run.policy, 0):
             self._policies_without_seats.add(run.policy)
             return False
         if run.policy not in self._room_for:
@@ -194,6 +195,7 @@ class Leasing:
                 elif is_head_only:
                     if rollout.id in self._coming_here or self._room_here > 0:
                         self._coming_here.add(rollout.id)
+                        pipeline.admitted(run.policy)  # before its seat is free, which no other may count on
                         _close(remaining.pop(rollout.id)[1])
                         pipeline.spawn(partial(self._run_here, rollout, run, pipeline.queued_s(row, rollout)))
                     else:
@@ -276,7 +278,6 @@ class Leasing:
 
     async def _run_here(self, rollout: Rollout, run: Run, queued_s: float) -> None:
         pipeline, order = self._pipeline, next(self._pipeline.admissions)
-        pipeline.admitted(run.policy)
         try:
             await pipeline.init_pool.acquire((-rollout.priority, order))
         except BaseException:

@@ -81,10 +81,13 @@ class Breakers:
         """For how many images (or none) a breaker is not closed, for each runtime that has any."""
         return Counter(runtime for runtime, _ in {key[:2] for key, circuit in self._circuits.items() if circuit.open_s})
 
-    def status(self, runtime: str) -> list[Mapping[str, Json]]:
-        """The failing images of a runtime, for display: of several owners with one, that with the longest wait."""
+    def status(self, runtime: str, owner: str | None = None) -> list[Mapping[str, Json]]:
+        """The failing images of a runtime, for display: those of one owner and of no owner, or those of all. Of several
+        owners with one image, that with the longest wait."""
         circuits: dict[str, _Circuit] = {}
-        for (name, image, _), circuit in self._circuits.items():
+        for (name, image, whose), circuit in self._circuits.items():
+            if owner is not None and whose not in ("", owner):
+                continue
             if name == runtime and (image not in circuits or circuit.until > circuits[image].until):
                 circuits[image] = circuit
         return [

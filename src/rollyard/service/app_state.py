@@ -107,10 +107,11 @@ class AppState:
         return [run for run in self.pipeline.runs if caller.reads(run)]
 
     def breakers(self, caller: Caller, runtime: str) -> list[Mapping[str, Json]]:
-        """The failing starts of a runtime. A tenant gets only those without an image: an image's name, and the output
-        of its start, belong to the tenant whose tasks name it."""
-        failing = self.resources.breakers.status(runtime)
-        return [one for one in failing if one["image"] is None or caller.sees_all_tenants]
+        """The failing starts of a runtime. A tenant gets those without an image, except other owners': an image's name,
+        and the output of its start, belong to the tenant whose tasks name it."""
+        if caller.sees_all_tenants:
+            return self.resources.breakers.status(runtime)
+        return [one for one in self.resources.breakers.status(runtime, caller.name) if one["image"] is None]
 
     async def find(self, caller: Caller, kind: ItemKind, id: str, run_id: str | None) -> str:
         """The key of the object with that id, in that run or in any run that the caller may read."""

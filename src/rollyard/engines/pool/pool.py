@@ -302,7 +302,6 @@ class PoolMember:
             if mode is not PauseMode.DRAIN:
                 call.hold()
         self.pool.touch(self)
-        self.pool.rebound()
         self.pool.wake()
 
     def unpause(self) -> None:
@@ -311,7 +310,6 @@ class PoolMember:
         for call in self.calls:
             call.release()
         self.pool.touch(self)
-        self.pool.rebound()
         self.pool.wake()
 
     def quarantine(self, why: str) -> None:
@@ -353,7 +351,6 @@ class PoolMember:
         if health is Health.UP:
             self.failures_in_a_row = 0
         self.pool.touch(self)
-        self.pool.rebound()
         self.pool.wake()
 
 
@@ -407,11 +404,11 @@ class EnginePool:
         self.is_paused = False
         for member in self.members.values():
             member.unpause()
-        self.rebound()
         self.wake()
 
     def wake(self) -> None:
         """Notifies waiters and nodes that a gate or a health changed."""
+        self.rebound()
         self.moved()
         for waiter in (*self._waiters, *self._gate_waiters):
             if not waiter.done():

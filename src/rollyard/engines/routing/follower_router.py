@@ -6,8 +6,8 @@ still drain are applied at once: an abort cuts the draining calls, and both `fol
 
 Invariants. This router sends engines no control requests. No call starts while the head's gate is closed, and each call
 has the version that the head set atomically with opening the gate. An engine is added as down, and must sample a token
-for this router, over this node's network, before it gets a session. The number of sessions is not limited here: the
-head admits rollouts by its own seats.
+for this router, over this node's network, before it gets a session. The number of sessions is limited here only while
+the policy is paused: the head admits rollouts by its own seats.
 """
 
 from __future__ import annotations

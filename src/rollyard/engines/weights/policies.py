@@ -83,6 +83,7 @@ class Policies:
         for record in records:
             pool = self._pool_of(record.name)
             pool.version, pool.is_named, pool.is_paused = record.version, record.is_named, record.is_paused
+            pool.rebound()
             self._known |= {(record.name, engine.id): engine for engine in record.engines}
             if record.holder is not None:
                 paused = {engine.id for engine in record.engines if engine.is_paused and engine.error is None}
@@ -160,6 +161,7 @@ class Policies:
             update.ids = None if engines is None else update.ids | set(engines)
         update.holder, update.mode, update.is_started = holder, mode, False
         pool.is_paused = update.ids is None
+        pool.rebound()
         pool.moved()
         for member in members:
             member.pause(mode, is_leaving=mode is PauseMode.ABORT and update.ids is not None)

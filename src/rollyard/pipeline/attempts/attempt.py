@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -356,7 +357,7 @@ class Attempt:
                     self._quarantine(error)
                 progress.note(f"EVAL was tried again: {error.code}")
                 again_s = error.data.get("retry_after_s")  # from a breaker
-                least_s = again_s if isinstance(again_s, int | float) else 0.0
+                least_s = again_s * random.uniform(1.0, 1.25) if isinstance(again_s, int | float) else 0.0
                 await asyncio.sleep(max(least_s, retry.Backoff(first_s=0.2).delay_s(broken)))
 
     async def _score(self, *, is_last: bool) -> Score:

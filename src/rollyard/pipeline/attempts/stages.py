@@ -343,7 +343,7 @@ async def run(
                 lost=rollout.lost,
                 seq=rollout.seq,
                 python=workspace.python,
-                solve=partial(_solved, resolved, rollout.id, workspace),
+                solve=partial(_solved, resolved, rollout.id, workspace, run.owner),
             )
             try:
                 if workspace.doorway_app is not None and isinstance(model, GatewaySession):
@@ -374,10 +374,10 @@ async def run(
     return RunResult(trajectory, failure, engine, prompt_tokens, ended_by_policy(workspace.sandbox) is not None)
 
 
-async def _solved(resolved: ResolvedTask, rollout_id: str, workspace: Workspace) -> Solution:
+async def _solved(resolved: ResolvedTask, rollout_id: str, workspace: Workspace, owner: str) -> Solution:
     task, environment = resolved.task, resolved.environment
     with boundary(EnvironmentBroken, f"{task.environment}.solve", (environment, EnvironmentBroken)):
-        return await environment.solve(EnvContext(task, rollout_id, workspace.sandbox), workspace.tools)
+        return await environment.solve(EnvContext(task, rollout_id, workspace.sandbox, owner=owner), workspace.tools)
 
 
 async def collect(resolved: ResolvedTask, rollout: Rollout, workspace: Workspace) -> list[Artifact]:

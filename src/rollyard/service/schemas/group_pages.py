@@ -146,7 +146,7 @@ def groups_page(
 async def json_page(
     groups: Sequence[LoadedGroup], next_cursor: str, batch: Batch | None, *, with_traces: bool
 ) -> bytes:
-    """The page as JSON. The event loop runs between its rollouts, and waits only for the copy of the whole."""
+    """The page as JSON. The event loop runs between its groups and while their rollouts are encoded."""
     page = groups_page((), next_cursor, batch)
     loop_yield = LoopYield()
     for loaded in groups:
