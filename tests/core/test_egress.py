@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from rollyard.core.egress import EgressCeiling, EgressOptions, HostRule, host_of
 from rollyard.core.failure import EgressNotAllowed
 
+NUMBER = re.compile(r"(.*\.)?([0-9]+|0x[0-9a-f]*)")  # as its last label, which resolvers read as an address
 LABELS = st.text(string.ascii_lowercase + string.digits, min_size=1, max_size=5).filter(lambda text: not text.isdigit())
-NAMES = st.lists(LABELS, min_size=1, max_size=4).map(".".join).filter(lambda name: not name.split(".")[-1].isdigit())
+NAMES = st.lists(LABELS, min_size=1, max_size=4).map(".".join).filter(lambda name: not NUMBER.fullmatch(name))
 RULES = st.one_of(NAMES, NAMES.map("*.{}".format), st.just("*"))
 
 

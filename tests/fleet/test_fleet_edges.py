@@ -56,6 +56,8 @@ async def test_sessions_that_wait_take_no_seat_from_another_owners_rollouts(tmp_
         open_head(tmp_path, engines=[engine_table(engine, capacity=1, admission="fixed")]) as site,
         loop_node(site, tmp_path, "n1"),
     ):
+        await site.submit("first")
+        assert (await site.ended("first"))["summary"]["node"] == "n1", "the node reaches the engine"
         opened = await site.post("/v1/sessions?wait_s=40", {"id": "s0"}, token=TRAINER)
         assert opened.body["is_open"], opened.body
         for number in range(1, 4):

@@ -286,10 +286,10 @@ async def test_a_stalled_rollout_is_ended_by_the_watch(tmp_path: Path):
 
 
 async def test_time_while_the_policy_is_paused_does_not_count(tmp_path: Path):
-    async with open_site(tmp_path, DO_IT) as site:
-        await site.router.pause("default")
+    async with open_site(tmp_path, says(Reply(shell("touch done"), latency_s=0.5), finish())) as site:
         rollout_id = await site.submit(quick(shell_task(), run_s=3.0, stall_s=3.0))
-        await site.until(rollout_id, State.RUN)
+        await site.engines[0].busy()
+        await site.router.pause("default")
         await asyncio.sleep(3.5)
         assert rollout_id in site.pipeline.live
         site.router.resume("default")
