@@ -7,7 +7,7 @@ import pytest
 from rollyard.core.fair_slots import FairSlots
 
 
-async def started(*tasks: asyncio.Task[None]) -> None:
+async def all_wait() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -51,7 +51,7 @@ async def test_a_waiter_that_gave_up_costs_its_owner_no_turn():
         slots.release()
 
     gone, *others = [asyncio.create_task(work(name)) for name in ("a0", "a1", "b1", "b2")]
-    await started(gone, *others)
+    await all_wait()
     gone.cancel()
     await asyncio.wait([gone])
     slots.release()
@@ -64,7 +64,7 @@ async def test_a_cancelled_waiter_leaves_its_slot_to_the_next(is_granted: bool):
     slots = FairSlots(1)
     await slots.acquire("a")
     first, second = (asyncio.create_task(slots.acquire("b")) for _ in range(2))
-    await started(first, second)
+    await all_wait()
     if is_granted:
         slots.release()
     first.cancel()

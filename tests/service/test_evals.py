@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from math import comb
 from pathlib import Path
@@ -84,51 +85,38 @@ async def test_pass_at_k_agrees_with_the_policys_skill(tmp_path: Path) -> None:
         assert (await site.get("/v1/evals")).body["evals"] == [ended]
 
 
-async def test_the_number_of_ended_samples_does_not_fall_while_the_next_group_is_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def is_second(groups: Any, submissions: Any) -> bool:
+    return groups[0][0].id.endswith(".1")
+
+
+def is_end(decision: Decision) -> bool:
+    return any(group.state is not GroupState.OPEN for group in decision.groups)
+
+
+@pytest.mark.parametrize(("write", "is_held"), [("put_groups", is_second), ("step", is_end)])
+async def test_the_number_of_ended_samples_does_not_fall_while_groups_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str, is_held: Callable[..., bool]
 ) -> None:
-    storing, may_store = asyncio.Event(), asyncio.Event()
+    """One group at a time: while the next one is stored, and while the end of the first is."""
+    writing, may_write = asyncio.Event(), asyncio.Event()
     monkeypatch.setattr(eval_runner, "AHEAD", 4)
     async with skilled(solves) as engine, open_site(tmp_path, engines=[engine_table(engine)], run_slots=2) as site:
         store = site.served.app_state.store
-        put_groups = store.put_groups
+        real = getattr(store, write)
 
-        async def slow_put(groups: Any, submissions: Any) -> Any:
-            if groups[0][0].id.endswith(".1"):
-                storing.set()
-                await may_store.wait()
-            return await put_groups(groups, submissions)
-
-        monkeypatch.setattr(store, "put_groups", slow_put)
-        await begin(site, tasks(2), k=4)
-        async with asyncio.timeout(90):
-            await storing.wait()
-        assert (await site.get("/v1/evals/e")).body["done"] == 4
-        may_store.set()
-        assert (await over(site))["done"] == 8
-
-
-async def test_the_number_of_ended_samples_does_not_fall_while_a_groups_end_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writing, may_write = asyncio.Event(), asyncio.Event()
-    async with skilled(solves) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
-        store = site.served.app_state.store
-        step = store.step
-
-        async def slow_step(decision: Decision) -> Any:
-            if any(group.state is not GroupState.OPEN for group in decision.groups):
+        async def held(*arguments: Any) -> Any:
+            if is_held(*arguments):
                 writing.set()
                 await may_write.wait()
-            return await step(decision)
+            return await real(*arguments)
 
-        monkeypatch.setattr(store, "step", slow_step)
-        await begin(site, tasks(1), k=4)
+        monkeypatch.setattr(store, write, held)
+        await begin(site, tasks(2), k=4)
         async with asyncio.timeout(90):
             await writing.wait()
         assert (await site.get("/v1/evals/e")).body["done"] == 4
         may_write.set()
-        assert (await over(site))["done"] == 4
+        assert (await over(site))["done"] == 8
 
 
 async def test_more_samples_than_k_and_a_policy_by_name(tmp_path: Path) -> None:

@@ -271,6 +271,18 @@ async def test_images_of_other_tenants_tasks_are_shown_to_operators_only(tmp_pat
                 assert ("secret" in shown) == (caller in OPERATORS), (path, caller)
 
 
+async def test_failing_starts_of_a_tenant_are_not_shown_to_others(tmp_path: Path) -> None:
+    async with service(tmp_path) as running:
+        app_state = running.site.served.app_state
+        run = app_state.pipeline.run_of("a-run")
+        assert run is not None
+        app_state.resources.breakers.failed("local", None, "printed by a set-up", run.owner)
+        for path in ("/v1/status", "/v1/overview"):
+            assert "printed by" not in json.dumps((await running.call("stranger", "GET", path)).body), path
+        for caller in ("owner", "admin"):
+            assert "printed by" in json.dumps((await running.call(caller, "GET", "/v1/status")).body), caller
+
+
 async def test_the_same_ids_in_two_runs_are_different_objects(tmp_path: Path) -> None:
     async with service(tmp_path) as running:
         for path, body in (
